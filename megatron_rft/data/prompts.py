@@ -14,6 +14,7 @@ from megatron_rft.data.rendering import PromptFormat, encode, field_text, questi
 from megatron_rft.data.rows import Rows
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.utils.errors import DataError, did_you_mean
+from megatron_rft.utils.plain_text import plain_text
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def demonstrations(
         dropped["empty answer"] = len(prompts) - len(answered)
     places = [Place(rows, prompt.index, source) for prompt in answered]
     texts = [field_text(rows[place.index], form.answer_field, place) for place in places]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    plain = plain_text(tokenizer)
+    encoded = plain.encode([plain.hidden(text) for text in texts])
     examples = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     lengths = [len(each.response_ids) for each in examples]
     _check_lengths(lengths, places, "response", "rollout.max_response_tokens", max_response_tokens, form.overlong)
@@ -131,13 +133,13 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
         raise DataError(f"{source}: none of its {len(rows)} rows can be used: {', '.join(unusable)}")
     places = [Place(rows, index, source) for index, _ in indexed]
     _check_fields([row for _, row in indexed], places, form)
-    questions = [question_of(row, form, place) for (_, row), place in zip(indexed, places, strict=True)]
+    questions = [question_of(row, form, place, tokenizer) for (_, row), place in zip(indexed, places, strict=True)]
     texts = [question.rendered(tokenizer) for question in questions]
     encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
-    lengths = [len(ids) for ids in encoded]
+    lengths, shown = [len(ids) for ids in encoded], plain_text(tokenizer).shown
     _check_lengths(lengths, places, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens, form.overlong)
     prompts = [
-        Prompt(index, tuple(ids), text, _answer(row, form, place), _rest(row, form), question.text)
+        Prompt(index, tuple(ids), shown(text), _answer(row, form, place), _rest(row, form), shown(question.text))
         for (index, row), place, question, text, ids in zip(indexed, places, questions, texts, encoded, strict=True)
         if 0 < len(ids) <= form.max_prompt_tokens
     ]

@@ -16,6 +16,7 @@ from megatron_rft.data.adapters.common import conversation
 from megatron_rft.data.fields import Fields, Row, check_scalar, not_finite
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils.plain_text import plain_text
 
 CHAT_IS_SET = "data.chat is set"
 TOOLS = """You can call these functions:
@@ -64,7 +65,7 @@ class PromptFormat:
 
 class Question(NamedTuple):
     """A question: the text of the last turn, the turns before it, the reason for using a chat template ("": none is
-    used), its row, and its format."""
+    used), its row, and its format. In its texts control tokens are hidden (utils/plain_text.py)."""
 
     text: str
     history: list[dict[str, str]]
@@ -73,17 +74,18 @@ class Question(NamedTuple):
     form: PromptFormat
 
     def rendered(self, tokenizer: Any) -> str:
-        """As the model reads it."""
+        """As the model reads it, with control tokens of the row hidden."""
         messages = [*self.history, {"role": "user", "content": self.text}]
         if not self.chat:
             return as_text(messages)
         if tokenizer.chat_template is None:
             where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
             raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        template, variables, tools = str(tokenizer.chat_template), dict(self.form.chat_template_kwargs), self.form.tools
+        template, variables = str(tokenizer.chat_template), dict(self.form.chat_template_kwargs)
+        tools = plain_text(tokenizer).hidden(self.form.tools)
         _check_variables(template, tuple(variables))
         if tools and re.search(r"\btools\b", template):
-            variables["tools"] = list(tools)
+            variables["tools"] = tools
         elif tools:
             messages = _described(messages, tools)
         try:
@@ -95,7 +97,7 @@ class Question(NamedTuple):
             ) from None
 
 
-def _described(messages: list[dict[str, str]], tools: tuple[dict[str, Any], ...]) -> list[dict[str, str]]:
+def _described(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """A conversation for a chat template that does not know tools: the system's message describes them."""
     before = [message["content"] for message in messages[:1] if message["role"] == "system"]
     described = "\n\n".join([*before, TOOLS.format("\n".join(map(json.dumps, tools)))])
@@ -109,7 +111,7 @@ def _check_variables(chat_template: str, names: tuple[str, ...]) -> None:
             raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
 
 
-def question_of(row: Row, form: PromptFormat, place: object, text: str | None = None) -> Question:
+def question_of(row: Row, form: PromptFormat, place: object, tokenizer: Any, text: str | None = None) -> Question:
     """The chat template formats a list of messages, regardless of `form.chat`. `place` is formatted into errors only.
     `text`: of another question instead of the row's own.
 
@@ -117,25 +119,32 @@ def question_of(row: Row, form: PromptFormat, place: object, text: str | None = 
         DataError: a field in use is null, NaN, infinite, not text, or has characters that no tokenizer accepts.
     """
     history, last = form.turns(row, place)
-    if text is None:
+    hidden = plain_text(tokenizer).hidden
+    if text is not None:
+        text = hidden(text)
+    else:
         row = row if last is None else row | {form.prompt_field: last}
-        unfilled = form.template is None
-        text = field_text(row, form.prompt_field, place) if unfilled else _filled(form.template, row, place)
+        used = {form.prompt_field} if form.template is None else template_fields(form.template)
+        row = row | {name: hidden(row[name]) for name in used if name in row}
+        text = (
+            field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
+        )
     why_chat = CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
-    return Question(text, history, why_chat, place, form)
+    return Question(text, hidden(history), why_chat, place, form)
 
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
-    """A chat template writes the special tokens; otherwise the tokenizer adds those that the model expects in front."""
+    """A chat template writes the special tokens; otherwise the tokenizer adds those that the model expects in front.
+    What a row has of their spelling is hidden in `texts`, and is text."""
     encoded = []
     for chat, part in groupby(zip(texts, chats, strict=True), key=itemgetter(1)):
-        encoded += tokenizer([text for text, _ in part], add_special_tokens=not chat)["input_ids"]
+        encoded += plain_text(tokenizer).encode([text for text, _ in part], add_special_tokens=not chat)
     return encoded
 
 
 def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
-    asked = question_of(prompt.fields, form, f"row {prompt.index + 1}", question)
+    asked = question_of(prompt.fields, form, f"row {prompt.index + 1}", tokenizer, question)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 

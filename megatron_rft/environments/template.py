@@ -19,6 +19,7 @@ from typing import Any
 from megatron_rft.environments.base import Message
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError, DataError, first_line
+from megatron_rft.utils.plain_text import plain_text
 
 MARK = "MARK7391"
 THOUGHT = "<think>\nhm\n</think>\n\n5"
@@ -44,19 +45,19 @@ class Template:
         than the template's, the template's follows it."""
         with self.lock:
             if not self.applies(prompt):
-                return self._encoded(plain(said))
-            ids = self._after(messages(said))
+                return self._encoded(self._hidden(plain(said)))
+            ids = self._after(self._hidden(messages(said)))
             return ids[1:] if ids[0] == last else ids
 
     def opened(self, prompt: Prompt, said: str | list[Message]) -> tuple[int, ...]:
         """The prompt's tokens with messages after the problem."""
         with self.lock:
             if not self.applies(prompt):
-                return (*prompt.token_ids, *self._encoded(plain(said)))
+                return (*prompt.token_ids, *self._encoded(self._hidden(plain(said))))
             end = self._encoded(self._to_answer)
             if list(prompt.token_ids[-len(end) :]) != end:
                 raise DataError(f"problem {prompt.index}: its prompt does not end with the tokens of {TEMPLATE}'s end")
-            rest = self._rest([{"role": "user", "content": MARK}, *messages(said)])
+            rest = self._rest([{"role": "user", "content": MARK}, *self._hidden(messages(said))])
             return (*prompt.token_ids[: -len(end)], *self._encoded(rest))
 
     def check(self, role: str) -> list[str]:
@@ -124,8 +125,12 @@ class Template:
             roles = ", ".join(each["role"] for each in conversation)
             raise DataError(f"{TEMPLATE} fails on a conversation of {roles} ({first_line(error)})") from None
 
+    def _hidden(self, said: Any) -> Any:
+        """Without control tokens: what an environment says is text."""
+        return plain_text(self.tokenizer).hidden(said)
+
     def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return plain_text(self.tokenizer).encode([text])[0]
 
 
 def messages(said: str | list[Message]) -> list[Message]:

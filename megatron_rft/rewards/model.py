@@ -10,6 +10,7 @@ from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import one_of_node
+from megatron_rft.utils.plain_text import plain_text
 
 ATTEMPTS = 3
 
@@ -51,8 +52,9 @@ class ModelReward(Reward):
 
     def _ids(self, prompt: Prompt, text: str) -> list[int]:
         """Return the last tokens of a text that is too long: the response, and the part of the prompt that fits."""
-        whole = self.template.format(prompt=prompt.text, response=text)
-        return self.tokenizer(whole)["input_ids"][-self.max_tokens :]
+        plain = plain_text(self.tokenizer)
+        whole = self.template.format(prompt=prompt.text, response=plain.hidden(text))
+        return plain.encode([whole], add_special_tokens=True)[0][-self.max_tokens :]
 
     def _forward(self, inputs: list[list[int]]) -> list[float]:
         import torch

@@ -24,6 +24,7 @@ from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.plain_text import plain_text
 
 CHAT_MARKER = re.compile(r"<\|(?:im_start|start_header_id)\|>\s*(?:assistant)?\s*(?:<\|end_header_id\|>)?|<\|\w+\|>")
 ONE_BLOCK = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
@@ -163,7 +164,8 @@ class Refiner:
         special = set(self.tokenizer.all_special_ids)
         if text == raw and not special & set(written.token_ids[: len(written.token_ids) - len(ended)]):
             return written.token_ids
-        return (*self.tokenizer.encode(text, add_special_tokens=False), *ended)
+        plain = plain_text(self.tokenizer)
+        return (*plain.encode([plain.hidden(text)])[0], *ended)
 
 
 class Refining:

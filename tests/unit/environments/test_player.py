@@ -26,14 +26,14 @@ WORLDS = Path(__file__).with_name("worlds.py")
 class Letters:
     """Token 3 is "A", token 4 is "B" ...; there is no chat template."""
 
-    chat_template = None
+    chat_template, added_tokens_decoder = None, {}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(62 + i) for i in ids if i != 2)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         assert not add_special_tokens
-        return [ord(c) - 62 for c in text]
+        return {"input_ids": [[ord(c) - 62 for c in text] for text in texts]}
 
 
 @pytest.fixture
