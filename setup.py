@@ -50,13 +50,14 @@ setup(
             "tensorboard>=2.17",
             "wandb>=0.31",
             "peft>=0.21",  # LoRA is compared with it
+            "gymnasium>=1.2",  # examples/agents/frozen_lake.py
             "datasets>=5.2",  # reads trajectory stores, and writes folders of rows
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
-        "gguf": ["gguf>=0.19", "accelerate>=1.15"],  # `megatron-rft convert MODEL.gguf`
+        "gguf": ["gguf>=0.19", "accelerate>=1.15"],  # examples/smollm2: transformers reads GGUF with them
         # Everything for an NVIDIA GPU but transformer-engine-torch, which is built against the torch that this installs
         # (`. tools/setup_env.sh gpu` does both). From onnx on: what it needs; from nvidia-cuda-nvcc on: what its
         # build needs.
@@ -83,7 +84,6 @@ setup(
         # nemo-run cannot be imported with a newer leptonai; what that one wants is older than requirements.lock has
         # (launch/nemo.lock, tools/setup_nemo_env.sh)
         "launch": ["nemo-run==0.11.1", "leptonai<0.47"],
-        "games": ["gymnasium>=1.2", "textarena>=0.7.4"],  # kinds of environments
         "bench": ["trl>=0.24", "math-verify>=0.8"],
     },
     entry_points={"console_scripts": ["megatron-rft = megatron_rft.__main__:main"]},

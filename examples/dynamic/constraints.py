@@ -12,8 +12,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
-from megatron_rft.report.runs import RecordedRun, read, smooth
+from examples.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, smooth
+from megatron_rft.report.runs import RecordedRun, read
 
 KIND_COLORS = {"static": BLUE, "none": RED, "dynamic": ORANGE}  # the paper's
 MORE_COLORS = (GREEN, PURPLE, SKY, GREY)

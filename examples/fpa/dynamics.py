@@ -21,10 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from examples.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, smooth
 from examples.grids.collect import mean, results
 from megatron_rft.report.groups import grouped
-from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
-from megatron_rft.report.runs import RecordedRun, read, smooth
+from megatron_rft.report.runs import RecordedRun, read
 from megatron_rft.utils.errors import DataError
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)

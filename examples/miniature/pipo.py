@@ -22,10 +22,11 @@ from pathlib import Path
 from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.drawing import smooth  # noqa: E402
 from examples.miniature import study  # noqa: E402
 from examples.pipo import online  # noqa: E402
 from megatron_rft.report.groups import grouped  # noqa: E402
-from megatron_rft.report.runs import RecordedRun, read, smooth  # noqa: E402
+from megatron_rft.report.runs import RecordedRun, read  # noqa: E402
 
 RECIPES = study.EXAMPLES / "pipo" / "tiny"
 RATES = {"ppo": (1e-4, 2e-4, 4e-4)}

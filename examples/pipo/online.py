@@ -13,10 +13,10 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from examples.drawing import COLORS, smooth
 from examples.grids.collect import clock
 from megatron_rft.report.groups import RunGroup, grouped
-from megatron_rft.report.pictures import COLORS
-from megatron_rft.report.runs import RecordedRun, read, smooth
+from megatron_rft.report.runs import RecordedRun, read
 
 Points = dict[float, float]
 PANELS = (

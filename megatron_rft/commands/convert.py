@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rft.config import load_saved
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
-from megatron_rft.conversion import HFFolder, Mapping, gguf, load_config, lora
+from megatron_rft.conversion import HFFolder, Mapping, load_config, lora
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
@@ -107,8 +107,6 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.source.lower().endswith(".gguf"):
-        return run_gguf(args)
     source = find_source(args.source, args.like)
     models.check_architecture(source.hf_config)
     to = args.to or ("megatron" if source.format == "hf" else "hf")
@@ -146,22 +144,6 @@ def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
             raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")
     print(f"{len(tensors)} tensors of adapters: names, shapes and bits equal the source's")
-    return FINISHED
-
-
-def run_gguf(args: argparse.Namespace) -> int:
-    """Convert a GGUF file, which has configuration, tokenizer and weights, to a Hugging Face folder."""
-    for option in ("like", "tensor_parallel", "logits"):
-        if getattr(args, option):
-            raise ConfigError(f"--{option.replace('_', '-')} does nothing for a GGUF file: leave it out")
-    if args.to == "megatron":
-        raise ConfigError("--to: a GGUF file becomes a Hugging Face folder (hf); convert that to megatron")
-    path = Path(args.source).expanduser()
-    config = gguf.read_config(path)
-    models.check_architecture(config)
-    print(f"{path} (gguf) -> {args.out} (hf, fp32)", flush=True)
-    parameters = gguf.convert_gguf(path, config, args.out, round(args.file_gib * 2**30))
-    print(f"{parameters:,} parameters of a {config.model_type} model, and its tokenizer")
     return FINISHED
 
 

@@ -29,7 +29,7 @@ NOISE = (
     "`load_state_dict` is deprecated",
     "Please use DTensor instead",
 )
-FILES = {"generate": "train", "plan": "train", "harness": "lm_eval"}  # the others have the name of their command
+FILES = {"generate": "train", "plan": "train"}  # the others have the name of their command
 
 
 def main(arguments: list[str] | None = None) -> int:

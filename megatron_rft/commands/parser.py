@@ -12,6 +12,7 @@ from megatron_rft.config.engines import ENGINES
 SCRIPTS = {
     "dynamics": "python examples/figures.py dynamics RUN ... --out FILE",
     "constraints": "python examples/figures.py constraints RUN ... --out FILE",
+    "heatmap": "python examples/figures.py heatmap RUN --out FILE.html",
 }
 
 
@@ -96,23 +97,13 @@ def parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--layout", help=argparse.SUPPRESS)  # one of training/diagnosis.py, for the ranks
 
     convert = add("convert", help="convert a checkpoint to Hugging Face or Megatron format")
-    convert.add_argument(
-        "source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, RUN, or PEFT folder"
-    )
+    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, RUN, or PEFT folder")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     convert.add_argument("--to", choices=("hf", "megatron", "peft"), help="format of OUT (default: not the source's)")
     convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")
     convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
     convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")
     convert.add_argument("--logits", action="store_true", help="also compare logits in fp32, with the model in memory")
-
-    harness = add("harness", help="evaluate a model on tasks of lm-evaluation-harness")
-    harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")
-    harness.add_argument("--tasks", required=True, metavar="A,B", help="names of the harness's tasks")
-    harness.add_argument("--include", metavar="FOLDER", help="a folder with more tasks")
-    harness.add_argument("--limit", type=_count, metavar="N", help="only the first N problems of each task")
-    harness.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
-    harness.add_argument("--out", type=Path, default=Path("harness"), metavar="FOLDER", help="default: harness")
 
     report = add("report", help="write a page about runs, with charts and samples")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
@@ -128,9 +119,6 @@ def parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")
     checkpoints.add_argument("--prune", type=_count, metavar="N", help="verify, and keep only the N newest intact ones")
-
-    heatmap = commands.add_parser("heatmap", help="write a page of a refiner's changes, token by token")
-    heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
 
     commands.add_parser("doctor", help="show what is installed, and what a run would use")
     return top

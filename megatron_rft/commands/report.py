@@ -13,8 +13,7 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         return serve(args.runs, args.port)
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    page, picture, *charts = report.write(args.runs, out)
-    print(f"{page}\n{picture} ({len(charts)} charts, each alone in {out / 'charts'})")
+    print(report.write(args.runs, out))
     return FINISHED
 
 

@@ -55,7 +55,6 @@ DATASETS = {
     "leetcode": Known("code.leetcode", "code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
     "rlla": Known("tools.rlla", "tool", "emrecanacikgoz/ToolRL", rules="rlla"),
     "bfcl": Known("tools.bfcl", "tool", BFCL, files="BFCL_*.json", rules="bfcl"),
-    "bfcl_multi_turn": Known("tools.bfcl_multi_turn", "tool", BFCL, files="BFCL_*_multi_turn_base.json", rules="bfcl"),
     "api_bank": Known(
         "tools.api_bank", "tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"
     ),

@@ -1,6 +1,6 @@
 """The section `environment`: what answers the policy between its turns. No torch."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -10,8 +10,7 @@ from megatron_rft.config.sections import Count, Positive, Section
 
 class Base(Section):
     kind: str
-    """own: your class. tools: your functions. python: a sandbox for the policy's programs. gymnasium, textarena: an
-    environment of that library. bfcl: BFCL's tasks of several turns."""
+    """own: your class. tools: your functions. python: a sandbox for the policy's programs."""
     max_turns: Count = 8
     """Turns of the policy in an episode."""
     turn_tokens: Count | None = None
@@ -90,28 +89,5 @@ class Python(Base, kind="python"):
             )
 
 
-class LibraryGame(Base):
-    kind: Literal["gymnasium", "textarena"]
-    id: str
-    """The environment's name in the library, for example FrozenLake-v1 or GuessTheNumber-v0-raw."""
-    options: dict[str, Any] = {}
-    """Arguments for the library's `make`."""
-
-    @property
-    def name(self) -> str:
-        return self.id
-
-
-class Bfcl(Base, kind="bfcl"):
-    roles = ("tool", "user")
-
-
-AnyEnvironment = Own | Tools | Python | LibraryGame | Bfcl
-ENVIRONMENTS = {  # by `environment.kind`
-    "own": Own,
-    "tools": Tools,
-    "python": Python,
-    "gymnasium": LibraryGame,
-    "textarena": LibraryGame,
-    "bfcl": Bfcl,
-}
+AnyEnvironment = Own | Tools | Python
+ENVIRONMENTS = {"own": Own, "tools": Tools, "python": Python}  # by `environment.kind`

@@ -77,7 +77,7 @@ class Section(BaseModel, metaclass=SectionType):
 
 class Run(Section):
     output_dir: str
-    """Folder of everything the run writes: metrics, checkpoints, plots, the exported model."""
+    """Folder of everything the run writes: metrics, checkpoints, the exported model."""
     name: str | None = None
     """The run's name in displays and trackers. None: the output folder's name."""
     seed: Natural = 0
@@ -469,8 +469,6 @@ class Tracking(Section):
     tensorboard: bool = False
     prometheus: str | None = None
     """Folder of node_exporter's textfile collector: each step's metrics are written to megatron_rft_NAME.prom there."""
-    plot: bool = True
-    """Draw the curves when the run ends."""
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one device, for training/mfu. None: the data sheet's for bf16, if the device is known."""
     alarms: bool = True

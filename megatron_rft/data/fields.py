@@ -83,14 +83,6 @@ class Fields:
             raise self._kind(names, "text", value)
         return value
 
-    def number(self, *names: str) -> float:
-        """A number, or text of one."""
-        value = self.get(*names)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise self._kind(names, "a number", value) from None
-
     def items(self, *names: str) -> list:
         """A list, or JSON text of one."""
         value = self.json(*names)

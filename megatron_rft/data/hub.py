@@ -17,7 +17,7 @@ from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import one_of_node
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-BESIDE = ("possible_answer/*", "multi_turn_func_doc/*")  # read by an adapter next to the file that they belong to
+BESIDE = ("possible_answer/*",)  # read by an adapter next to the file that they belong to
 
 
 def download(path: str, choice: Choice) -> list[Path]:

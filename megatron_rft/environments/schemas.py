@@ -1,6 +1,5 @@
 """Describes the functions that an environment offers, for the chat template."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -9,22 +8,13 @@ from megatron_rft.environments.tools import OPTION
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
 
-LIBRARIES = {  # by kind: the module, and what installs it
-    "gymnasium": ("gymnasium", "'megatron-rft[games]'"),
-    "textarena": ("textarena", "'megatron-rft[games]'"),
-    "bfcl": ("bfcl_eval", "--no-deps bfcl-eval==2026.3.23"),
-}
-
 
 def schemas(environment: AnyEnvironment) -> tuple[dict[str, Any], ...]:
     """The JSON schemas of the functions that an environment offers.
 
     Raises:
-        ConfigError: a function lacks a type or a description; or the library of the environment is not there.
+        ConfigError: a function lacks a type or a description.
     """
-    module, install = LIBRARIES.get(environment.kind, (None, ""))
-    if module and not importlib.util.find_spec(module):
-        raise ConfigError(f"environment.kind: {module} is not installed: pip install {install}")
     if isinstance(environment, Python):
         return (_schema(python, "python"),)
     if isinstance(environment, Tools):

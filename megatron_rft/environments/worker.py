@@ -28,13 +28,7 @@ from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
 
 LONGEST = 1 << 20  # characters of an answer
-MADE_BY = {
-    "tools": "tools:ToolEnvironment",
-    "python": "python:PythonEnvironment",
-    "gymnasium": "games:GymnasiumEnvironment",
-    "textarena": "games:TextArenaEnvironment",
-    "bfcl": "bfcl:BfclEnvironment",
-}
+MADE_BY = {"tools": "tools:ToolEnvironment", "python": "python:PythonEnvironment"}
 CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}
 
 

@@ -16,13 +16,6 @@ from megatron_rft.utils.files import read_json_lines
 RECIPE, REFINEMENTS = "recipe.yaml", "refinements.jsonl"
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Smooth values by the mean over a centred window of a tenth of the run, which is shorter at both ends."""
-    half = len(values) // 20
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
 @dataclass(frozen=True)
 class RecordedRun:
     folder: Path

@@ -250,10 +250,6 @@ class TrainingRun:
         if actor.lora:
             adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)
         self.checkpoints.wait()
-        if self.recipe.tracking.plot and dist.get_rank() == 0:
-            from megatron_rft.report.pictures import draw_run  # a slow import
-
-            self.tracker.note(f"curves: {draw_run(self.folder)}")
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
         if actor.lora:
             self.tracker.note(f"its adapters in PEFT's format: {self.folder / 'adapters'}")

@@ -40,7 +40,6 @@ def test_broken_line_is_named(tmp_path, capsys):
 
 GOOD = b'{"question": "1", "answer": "1"}\n'
 CHOICES = {"question": "?", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"}
-HUMANEVAL = {"task_id": 1, "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n"}
 CODE = {"kind": "code"}
 
 
@@ -103,12 +102,6 @@ def test_a_recipe_that_is_not_utf_8_is_named(tmp_path, capsys):
     ("adapter", "row", "reward", "message"),
     [
         ("sciknoweval", CHOICES, {"kind": "choice"}, "its choices have 2 labels and 1 texts"),
-        (
-            "humaneval_plus",
-            HUMANEVAL | {"base_input": [[1]], "plus_input": [[2]], "atol": "abc"},
-            CODE,
-            "atol is not a number but str: abc",
-        ),
         ("livecodebench", {"question_content": "?", "public_test_cases": "[{"}, CODE, "public_test_cases is not JSON"),
     ],
 )

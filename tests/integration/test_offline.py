@@ -43,7 +43,6 @@ OFFLINE = {
     "optimizer": {"lr": 1e-2, "clip_grad": 10.0},
     "evaluation": {"every": 4, "samples": 2},
     "checkpoint": {"every": 3},
-    "tracking": {"plot": False},
 }
 
 

@@ -36,7 +36,6 @@ RECIPE = {
     "algorithm": {"name": "grpo", "kl_coefficient": 0.01, "mini_batch_prompts": 2},
     "optimizer": {"lr": 1e-2},
     "checkpoint": {"every": 2},
-    "tracking": {"plot": False},
 }
 
 

@@ -217,7 +217,6 @@ def tiny_keys(folder: Path, **more: object) -> list[str]:
         "algorithm.mini_batch_prompts": 2,
         "optimizer.lr": 1e-2,
         "checkpoint.every": 2,
-        "tracking.plot": "false",
         "megatron.recompute_granularity": "null",
         "pipo.window": 2,
     }

@@ -333,7 +333,6 @@ def two_stage_keys(folder: Path) -> list[str]:
         "algorithm.batch_sequences": 16,
         "optimizer.lr_warmup_steps": 0,
         "checkpoint.every": 2,
-        "tracking.plot": "false",
     }
     keys = [f"generate:{name}={value}" for name, value in (both | generate).items()]
     return keys + [f"{name}={value}" for name, value in (both | train).items()]

@@ -31,7 +31,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "examples/quickstart/pipo.yaml"
 WINDOW = 2
 SETTING = (
     "model.initialise=random rollout.engine=hf rollout.max_response_tokens=20 optimizer.lr=1e-12 data.validation=null "
-    "data.test=null evaluation.every=0 checkpoint.every=0 tracking.plot=false reward.kind=own "
+    "data.test=null evaluation.every=0 checkpoint.every=0 reward.kind=own "
     "batching.skip_zero_advantages=off "
     f"reward.function={Path(__file__).resolve()}:random_reward"
 ).split()

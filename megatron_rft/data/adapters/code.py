@@ -36,31 +36,6 @@ from heapq import *
 from itertools import *
 from typing import *"""
 
-# HumanEval+ gives inputs and a right program: what it returns is expected. For find_zero any root will do.
-REFERENCE = """
-import copy
-from math import inf, isclose, nan
-scope = {{}}
-exec({source!r}, scope)
-reference = scope[{name!r}]
-
-def same(got, expected):
-    if isinstance(expected, (list, tuple)) and isinstance(got, (list, tuple)):
-        return len(got) == len(expected) and all(map(same, got, expected))
-    if isinstance(expected, float) and isinstance(got, (int, float)):
-        both_nan = got != got and expected != expected
-        return both_nan or got == expected or isclose(got, expected, rel_tol=1e-7, abs_tol={atol!r})
-    return got == expected
-"""
-COMPARED = """
-for given in {inputs!r}:
-    assert same({name}(*copy.deepcopy(given)), reference(*copy.deepcopy(given)))
-"""
-ROOT = """
-for given in {inputs!r}:
-    assert abs(scope["poly"](*copy.deepcopy(given), {name}(*copy.deepcopy(given)))) <= {atol!r}
-"""
-
 # On the hub EvalPlus's tests compare floats with numpy. Programs and tests have the standard library alone; this is
 # what those tests ask for, of plain values. Its assert counts as the test's own.
 NUMPY = """
@@ -83,22 +58,17 @@ ZERO = "assert _poly(*candidate(*inp), inp)", "assert abs(_poly(*inp, candidate(
 
 
 def humaneval(fields: Fields) -> Row:
-    """`test` defines check(candidate); HumanEval+ as released has inputs and a canonical solution instead."""
+    """`test` defines check(candidate)."""
     name, prompt = fields.text("entry_point"), fields.text("prompt")
     solution = prompt + fields.text("canonical_solution")
-    if fields.has("plus_input"):
-        inputs = [*fields.items("base_input"), *fields.items("plus_input")]
-        compared = ROOT if name == "find_zero" else COMPARED
-        tests = _against_reference(fields, name, solution, inputs, compared)
-    else:
-        code = f"{_without_numpy(fields.text('test'))}\ncheck({name})"
-        tests = {"kind": "assert", "code": code, "names": [name]}
-        if not _asserts(tests["code"]):
-            return NO_ASSERTION
+    code = f"{_without_numpy(fields.text('test'))}\ncheck({name})"
+    if not _asserts(code):
+        return NO_ASSERTION
     # Imports and helpers that stand before the function which is asked for.
     before = re.split(rf"^(?=def {re.escape(name)}\b)", prompt, maxsplit=1, flags=re.MULTILINE)[0]
     question = f"{AS_FUNCTION.format(starter=prompt.rstrip())}\n\n{FORM}"
-    return as_row(question, "", id=fields.get("task_id"), solution=solution, tests=tests | {"preamble": before.strip()})
+    tests = {"kind": "assert", "code": code, "names": [name], "preamble": before.strip()}
+    return as_row(question, "", id=fields.get("task_id"), solution=solution, tests=tests)
 
 
 def _asserts(code: str) -> bool:
@@ -108,15 +78,6 @@ def _asserts(code: str) -> bool:
     except SyntaxError:
         return False
     return any(isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant) for node in nodes)
-
-
-def _against_reference(
-    fields: Fields, name: str, solution: str, inputs: list[Any], compared: str = COMPARED
-) -> dict[str, Any]:
-    atol = fields.number("atol") if fields.has("atol") else 0
-    setup = REFERENCE.format(source=solution, name=name, atol=atol or 1e-6)
-    code = compared.format(inputs=inputs, name=name, atol=atol)
-    return {"kind": "assert", "code": code, "setup": setup, "names": [name]}
 
 
 def _tested(solution: str, asserts: list[str]) -> list[str]:
@@ -135,10 +96,7 @@ def _without_numpy(tests: str) -> str:
 
 
 def mbpp(fields: Fields) -> Row:
-    """The task shows its asserts. `sanitized` and MBPP+ have `prompt` and `test_imports`; MBPP+ has a longer `test`,
-    or, as released, inputs and a canonical solution instead."""
-    if fields.has("plus_input"):
-        return _released_mbpp(fields)
+    """The task shows its asserts. `sanitized` and MBPP+ have `prompt` and `test_imports`; MBPP+ has a longer `test`."""
     asserts = [str(each) for each in fields.items("test_list")]
     imports = fields.items("test_imports") if fields.has("test_imports") else []
     setup = "\n".join([*imports, fields.maybe("test_setup_code") or ""]).strip()
@@ -154,136 +112,23 @@ def mbpp(fields: Fields) -> Row:
     return as_row(question, "", id=fields.get("task_id"), solution=fields.maybe("code"), tests=tests)
 
 
-def _released_mbpp(fields: Fields) -> Row:
-    """MBPP+ as released: the prompt is a docstring that ends with an assert; JSON has lists where inputs are tuples."""
-    name, prompt = fields.text("entry_point"), fields.text("prompt").strip().strip('"').strip()
-    solution = fields.text("canonical_solution").strip()
-    shown = _shown_arguments(prompt, name)
-    inputs = [
-        [_like(value, shown[k] if k < len(shown) else None) for k, value in enumerate(given)]
-        for given in [*fields.items("base_input"), *fields.items("plus_input")]
-    ]
-    tests = _against_reference(fields, name, solution, inputs)
-    return as_row(f"{prompt}\n\n{FORM}", "", id=fields.get("task_id"), solution=solution, tests=tests)
-
-
-def _shown_arguments(prompt: str, name: str) -> list[Any]:
-    """The arguments of the first call of the function that the prompt's asserts show."""
-    start = re.search(r"^assert ", prompt, re.MULTILINE)
-    try:
-        nodes = ast.walk(ast.parse(prompt[start.start() :])) if start else []
-        calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name]
-        return [ast.literal_eval(each) for each in calls[0].args] if calls else []
-    except (SyntaxError, ValueError):
-        return []
-
-
-def _like(value: Any, example: Any) -> Any:
-    """A value from JSON in the types of an example: [[1, 2]] like [(3, 4)] is [(1, 2)]."""
-    if isinstance(example, complex) and isinstance(value, str | int | float):
-        return complex(value)
-    if isinstance(value, list) and isinstance(example, list | tuple | set | frozenset):
-        parts = list(example)
-        same_length = isinstance(example, list | tuple) and len(parts) == len(value)
-        items = [
-            _like(each, parts[k] if same_length else (parts[0] if parts else None)) for k, each in enumerate(value)
-        ]
-        return type(example)(items)
-    if isinstance(value, dict) and isinstance(example, dict) and example:
-        first = next(iter(example.values()))
-        return {key: _like(each, example.get(key, first)) for key, each in value.items()}
-    return value
-
-
-LEETCODE_FIELDS = {
-    "question": ("problem_description", "description", "content", "question", "prompt"),
-    "starter": ("starter_code", "code_snippets", "python3_snippet", "template"),
-    "solution": ("completion", "python3", "python", "solution", "answer"),
-}
-
-
 def leetcode(fields: Fields) -> Row:
-    """Methods of `class Solution`: `test` with check(candidate) and an `entry_point`, or examples in `input_output`.
-
-    Starter code and solutions may be given in several languages, of which Python's is taken.
-    """
-    solution = _in_python(fields.maybe(*LEETCODE_FIELDS["solution"]))
-    starter = _in_python(fields.maybe(*LEETCODE_FIELDS["starter"])) or ""
-    name = _method(fields.maybe("entry_point", "fn_name", "func_name"), starter or solution or "")
-    helpers = fields.maybe("prompt") or ""
-    tests = _leetcode_tests(fields, name) if name else NO_TESTS
-    if "unusable" in tests:
-        return tests
-    about = {
-        "id": fields.maybe("task_id", "question_id", "id", "slug"), "level": fields.maybe("difficulty"),
-        "subject": fields.maybe("title"),
-    }  # fmt: skip
+    """Methods of `class Solution`: `test` defines check(candidate), `prompt` has the classes that a task uses."""
+    code, helpers = fields.text("test"), fields.maybe("prompt") or ""
+    if not _asserts(code):
+        return NO_ASSERTION
+    if re.search(r"\b(list_node|tree_node|ListNode|TreeNode|is_same_\w+)\b", code):
+        return NODES
     preamble = f"{JUDGE}\n{helpers}".strip() if "class " in helpers or "import " in helpers else JUDGE
+    tests = {"kind": "assert", "code": f"{code}\ncheck({fields.text('entry_point')})", "setup": JUDGE}
     return as_row(
-        _task(fields.text(*LEETCODE_FIELDS["question"]), starter),
+        _task(fields.text("problem_description"), fields.maybe("starter_code")),
         "",
-        solution=solution,
-        tests=tests | {"preamble": preamble},
-        **about,
+        id=fields.maybe("task_id"),
+        level=fields.maybe("difficulty"),
+        solution=fields.maybe("completion"),
+        tests=tests | {"names": ["Solution"], "preamble": preamble},
     )
-
-
-def _leetcode_tests(fields: Fields, name: str) -> dict[str, Any]:
-    code = fields.maybe("test", "tests")
-    if isinstance(code, str) and code.strip():
-        if not _asserts(code):
-            return NO_ASSERTION
-        if re.search(r"\b(list_node|tree_node|ListNode|TreeNode|is_same_\w+)\b", code):
-            return NODES
-        return {"kind": "assert", "code": f"{code}\ncheck(Solution().{name})", "setup": JUDGE, "names": ["Solution"]}
-    examples = fields.items("input_output") if fields.has("input_output") else []
-    asserts = [_example(each, name) for each in examples if isinstance(each, dict)]
-    if not asserts or None in asserts:
-        return NO_TESTS
-    return {"kind": "assert", "code": "\n".join(asserts), "setup": JSON_NAMES, "names": ["Solution"]}
-
-
-JSON_NAMES = "true, false, null = True, False, None"
-
-
-def _example(example: dict[str, Any], name: str) -> str | None:
-    """{"input": "nums = [3,3], target = 6", "output": "[0, 1]"} -> an assert; None where it is no Python."""
-    call = f"Solution().{name}({example.get('input')})"
-    code = f"assert {call} == ({example.get('output')})"
-    try:
-        ast.parse(code)
-    except SyntaxError:
-        return None
-    return None if "ListNode" in code or "TreeNode" in code else code
-
-
-def _method(entry: str | None, code: str) -> str:
-    """Solution().twoSum -> twoSum; else the first method of class Solution that is not private."""
-    if entry:
-        return entry.rpartition(".")[2].removesuffix("()").strip()
-    found = re.search(r"class Solution\b.*?def ([a-zA-Z]\w*)\(\s*self", code, re.DOTALL)
-    return found[1] if found else ""
-
-
-def _in_python(value: Any) -> str | None:
-    """Of code in several languages, Python's: a table by language, or a list of {lang, code}; without fences."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return value
-    if isinstance(value, list):
-        value = {
-            str(each.get("lang") or each.get("langSlug") or each.get("language")).lower(): each.get("code")
-            for each in value
-            if isinstance(each, dict)
-        }
-    if isinstance(value, dict):
-        value = next((value[key] for key in ("python3", "Python3", "python", "Python") if value.get(key)), None)
-    if not isinstance(value, str):
-        return None
-    block = re.search(r"```(?:python3?)?\n(.*?)```", value, re.DOTALL | re.IGNORECASE)
-    return block[1] if block else value
 
 
 def apps(fields: Fields) -> Row:

@@ -4,7 +4,7 @@
     API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
     BFCL      JSON: [{name: {parameter: [accepted values]}}], [] where no function fits the request
               (irrelevance), "any" where any call is right (relevance); the field `function` has the descriptions of
-              the functions, as in BFCL. Of several turns: JSON of each turn's calls, as source
+              the functions, as in BFCL
 
 The tools of RLLA and API-Bank are written into the system turn.
 """
@@ -30,7 +30,7 @@ RAW_DIALOGUE = unusable(
     "a raw dialogue, without the descriptions of its tools: take API-Bank's test-data/level-*-api.json, or convert it "
     "to rows of system (with the tools), user and answer, as ToolRL's level-*-api_processed.json has them"
 )
-NOT_SINGLE_TURN = unusable("a task of several turns (adapter bfcl_multi_turn)")
+NOT_SINGLE_TURN = unusable("a task of several turns")
 
 BFCL_SYSTEM = """You can call these functions:
 
@@ -42,20 +42,7 @@ Call those that the request needs, with all their required parameters, one JSON 
 {{"name": "function name", "parameters": {{"parameter": "value"}}}}
 </tool_call>
 
-{end}"""
-ONE_TURN = "If none of them can serve the request, or a required parameter is missing, call none and say so."
-SEVERAL_TURNS = "You then see the results, and can call again. When the request is done, say so without a call."
-BACKENDS = {  # of BFCL's tasks of several turns: the file with the functions' descriptions
-    "GorillaFileSystem": "gorilla_file_system",
-    "MathAPI": "math_api",
-    "MessageAPI": "message_api",
-    "TwitterAPI": "posting_api",
-    "TicketAPI": "ticket_api",
-    "TradingBot": "trading_bot",
-    "TravelAPI": "travel_booking",
-    "VehicleControlAPI": "vehicle_control",
-}
-PLAYED = re.compile(r"multi_turn_(base|miss_param|long_context)_\d")
+If none of them can serve the request, or a required parameter is missing, call none and say so."""
 
 
 def rlla(fields: Fields) -> Row:
@@ -142,7 +129,7 @@ def bfcl(fields: Fields) -> Row:
         return NOT_SINGLE_TURN
     history, question = conversation(turns[0], fields)
     allowed = WITHOUT_REFERENCE[category] if category in WITHOUT_REFERENCE else _allowed(fields, number)
-    listed = BFCL_SYSTEM.format(functions="\n".join(json.dumps(tool) for tool in tools), end=ONE_TURN)
+    listed = BFCL_SYSTEM.format(functions="\n".join(json.dumps(tool) for tool in tools))
     own = [turn["content"] for turn in history if turn["role"] == "system"]
     return as_row(
         question,
@@ -150,32 +137,6 @@ def bfcl(fields: Fields) -> Row:
         history=system("\n\n".join([*own, listed])) + [turn for turn in history if turn["role"] != "system"],
         function=tools,
         subject=category,
-        id=number,
-    )
-
-
-def bfcl_multi_turn(fields: Fields) -> Row:
-    """The first of the user's turns; the environment `bfcl` says the `later` ones. Answer: the calls of each turn."""
-    number = fields.text("id")
-    if not (named := PLAYED.match(number)):
-        return unusable("no task of several turns whose functions are all there from the start")
-    (_, question), *later = (conversation(turn, fields) for turn in fields.items("question"))
-    backends, left_out = fields.items("involved_classes"), fields.maybe("excluded_function") or []
-    folder = fields.file.parent / "multi_turn_func_doc"
-    files = [folder / f"{BACKENDS[each]}{fields.file.suffix}" for each in backends]
-    if lacking := next((file for file in files if not file.is_file()), None):
-        raise fields.wrong(f"there is no {lacking}: BFCL's multi_turn_func_doc folder belongs beside its questions")
-    functions = [each for file in files for each in _rows(file, "name").values() if each["name"] not in left_out]
-    tools = [json.dumps({key: each[key] for key in each if key != "response"}) for each in functions]
-    return as_row(
-        question,
-        json.dumps(_allowed(fields, number)),
-        history=system(BFCL_SYSTEM.format(functions="\n".join(tools), end=SEVERAL_TURNS)),
-        later=[question for _, question in later],
-        initial_config=fields.get("initial_config"),
-        involved_classes=backends,
-        excluded_function=left_out,
-        subject=named[1],
         id=number,
     )
 

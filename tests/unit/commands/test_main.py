@@ -129,10 +129,6 @@ class TestWords:
         ranks.use_one_gpu(tmp_path)
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
-    def test_a_harness_without_a_place_for_its_results(self, capsys):
-        assert main.main(["harness", "model", "--tasks", "gsm8k", "--out", "/proc/version/out"]) == 2
-        assert "--out: /proc/version/out cannot be made" in capsys.readouterr().err
-
     @pytest.mark.parametrize("command", ["dynamics", "constraints"])
     def test_a_command_that_is_a_script_now(self, capsys, command):
         with pytest.raises(SystemExit) as caught:

@@ -383,7 +383,7 @@ class TestDifference:
     def test_options_that_may_change_on_resume(self, recipe):
         free = [
             "run.steps=20",
-            "tracking.plot=false",
+            "tracking.tensorboard=true",
             "megatron.tensor_model_parallel_size=2",
             "batching.micro_batch_tokens=2048",
         ]

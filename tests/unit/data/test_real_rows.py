@@ -28,8 +28,6 @@ FILES = {
     "olympiadbench.jsonl": ("olympiadbench", 200, 0),
     "gaokao2023en.jsonl": ("gaokao2023en", 200, 2),
     "humaneval.jsonl": ("humaneval", 164, 0),
-    "humaneval_plus_mini.jsonl": ("humaneval_plus", 164, 0),
-    "humaneval_plus_full_sample.jsonl": ("humaneval_plus", 60, 0),
     "mbpp.jsonl": ("mbpp", 200, 0),
     "apps_train_sample.jsonl": ("apps", 5, 0),
     "rlla_test.jsonl": ("rlla", 80, 0),

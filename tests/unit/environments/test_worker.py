@@ -54,9 +54,3 @@ def test_a_class_that_fits(named):
 def test_refused(named, name):
     with pytest.raises(ConfigError, match=f"environment.episode: {REFUSED[name]}"):
         named(name)
-
-
-def test_a_world_that_does_not_exist():
-    pytest.importorskip("gymnasium")
-    with pytest.raises(ConfigError, match=r"environment.id: FrozenLike-v1 cannot be made: .*FrozenLake"):
-        maker(kind="gymnasium", id="FrozenLike-v1", options={})

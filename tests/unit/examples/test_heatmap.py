@@ -2,8 +2,10 @@
 
 import json
 
-from megatron_rft.commands.heatmap import render
-from megatron_rft.commands.main import main
+import pytest
+
+from examples.dynamic.heatmap import render
+from examples.figures import main
 
 EXAMPLE = {
     "problem": 4,
@@ -28,8 +30,11 @@ def test_a_page_of_tokens_by_how_unlikely_they_were():
 
 
 def test_the_page_of_a_run(tmp_path, capsys):
-    assert main(["heatmap", str(tmp_path)]) == 2 and "refinements.jsonl" in capsys.readouterr().err
+    out = tmp_path / "page.html"
+    with pytest.raises(SystemExit):
+        main(["heatmap", str(tmp_path), "--out", str(out)])
+    assert "refinements.jsonl" in capsys.readouterr().err
     torn = json.dumps({"step": 1, "examples": [EXAMPLE]}) + "\n" + '{"step": 2, "exam'
     (tmp_path / "refinements.jsonl").write_text(torn)
-    assert main(["heatmap", str(tmp_path)]) == 0
-    assert "Step 1" in (tmp_path / "refinements.html").read_text()
+    main(["heatmap", str(tmp_path), "--out", str(out)])
+    assert "Step 1" in out.read_text()
