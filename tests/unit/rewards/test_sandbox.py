@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -109,6 +110,31 @@ def test_waiting_for_a_processor_does_not_count():
     finally:
         os.sched_setaffinity(0, processors)
     assert [(run.output, run.timeout) for run in runs] == [("1\n", False)] * 8
+
+
+CALL = """
+import os, time
+import program
+clock = program._Clock(0.2, os.open("/proc/self/schedstat", os.O_RDONLY))
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+start, end = time.monotonic(), time.process_time() + 0.003
+with clock:
+    while time.process_time() < end: pass
+print(time.monotonic() - start)
+"""
+
+
+def test_a_call_that_waits_for_a_processor_does_not_sleep():
+    """It gets a third of a percent of one, beside a process with more right to it; a share of 2% in 0.4 s is sleep."""
+    processor = {min(os.sched_getaffinity(0))}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        os.sched_setaffinity(other.pid, processor)
+        script = f"import os\nos.sched_setaffinity(0, {processor})\n{CALL}"
+        folder = {"PYTHONPATH": str(Path(runner.__file__).with_name("inside"))}
+        done = subprocess.run([sys.executable, "-c", script], env=os.environ | folder, capture_output=True, text=True)
+        other.kill()
+    assert done.returncode == 0, done
+    assert float(done.stdout) > 0.5, "it did not wait: this proves nothing"
 
 
 def test_programs_give_the_same_in_every_run(sandbox):

@@ -26,7 +26,8 @@ import wire
 FILE = "program.py"
 COMPILE_ERROR = 90  # exit status; a program that exits with it only harms itself
 TAIL = 1500  # characters of a traceback that are reported
-MAX_WALL_FACTOR = 8  # wall time of a call, as a multiple of its CPU limit; 2 for a program that sleeps
+# Of the wall time of a call, without the time spent waiting for a processor:
+MAX_WALL_FACTOR = 8  # its limit, as a multiple of the CPU limit; 2 for a program that sleeps
 IDLE = 0.02  # share of a processor below which a program counts as sleeping
 BATCH = 256  # values of an iterator in one message
 
@@ -73,11 +74,20 @@ def run_script(source: str) -> int:
     return 0
 
 
-def serve(source: str, channel: socket.socket, test_s: float) -> int:
+def waited(schedstat: int) -> float:
+    """Return the seconds that a process was ready to run, but not running, from its open file of that name in /proc
+    (proc(5))."""
+    try:
+        return int(os.pread(schedstat, 100, 0).split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def serve(source: str, channel: socket.socket, test_s: float, schedstat: int) -> int:
     """Import the program as a module and answer calls of its functions until the channel closes. `test_s`: the CPU
-    limit of one call."""
+    limit of one call. `schedstat`: the open file of this process."""
     builtins.exit = builtins.quit = sys.exit
-    clock = _Clock(test_s)
+    clock = _Clock(test_s, schedstat)
     code = compiled(source)
     if code is None:
         return COMPILE_ERROR
@@ -103,8 +113,8 @@ class _Clock:
     would wait for the end of a long operation, and signals without a handler do not end a namespace's first process.
     """
 
-    def __init__(self, seconds: float):
-        self.seconds, self.depth = seconds, 0
+    def __init__(self, seconds: float, schedstat: int):
+        self.seconds, self.schedstat, self.depth = seconds, schedstat, 0
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
@@ -113,7 +123,7 @@ class _Clock:
     def __enter__(self):
         self.depth += 1
         if self.depth == 1:
-            self.start, self.used = time.monotonic(), time.process_time()
+            self.start, self.used = self._wall(), time.process_time()
             self._set(self.seconds, 2 * self.seconds)
 
     def __exit__(self, *error):
@@ -125,8 +135,11 @@ class _Clock:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, wall_s, wall_s)
 
+    def _wall(self) -> float:
+        return time.monotonic() - waited(self.schedstat)
+
     def _rings(self, *_) -> None:
-        passed = time.monotonic() - self.start
+        passed = self._wall() - self.start
         if time.process_time() - self.used < IDLE * passed or passed >= MAX_WALL_FACTOR * self.seconds:
             os._exit(signal.SIGALRM)
 
