@@ -29,7 +29,8 @@ setup(
         "psutil",  # megatron-core's checkpoints hang without it, and it does not ask for it
         "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
         "huggingface_hub>=2.4",  # what recipes name on the hub
-        "pyarrow>=24",  # files of rows, and trajectory stores in parquet
+        "datasets>=5.2",  # parquet, Arrow, folders of save_to_disk
+        "pyarrow>=24",  # trajectory stores in parquet
         "safetensors>=0.5",
         "pydantic>=2.11,<3",
         "PyYAML>=6",
@@ -51,7 +52,6 @@ setup(
             "wandb>=0.31",
             "peft>=0.21",  # LoRA is compared with it
             "gymnasium>=1.2",  # examples/agents/frozen_lake.py
-            "datasets>=5.2",  # reads trajectory stores, and writes folders of rows
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "wandb": ["wandb>=0.31"],

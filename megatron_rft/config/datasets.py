@@ -12,8 +12,17 @@ RewardKind = Literal["math", "code", "tool", "choice", "model"]
 ARITHMETIC = "arithmetic"  # generated, nothing to download
 HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".csv")  # of the files that a data set is read from
+TABLES = (".parquet", ".arrow")
+TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")  # also compressed, with .gz
+SUFFIXES = (*TABLES, *TEXTS, *(f"{suffix}.gz" for suffix in TEXTS))  # of the files that a data set is read from
+READ = f"{', '.join(TABLES + TEXTS)} or (text) .gz"  # the same, in a sentence
+SAVED = "state.json"  # in a folder that save_to_disk wrote: names its files
 BFCL = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
+
+
+def suffix_of(path: str) -> str | None:
+    """The suffix of SUFFIXES that a path has, in any case."""
+    return next((suffix for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ and `optimizer` have megatron-core's names; other fields of its configuration cl
 import inspect
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -222,7 +221,7 @@ class Source(Section):
     """One data set. A recipe may give only its path: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
 
     path: str
-    """A .jsonl, .json, .parquet, .arrow or .csv file; a folder of such files; `hub:organisation/name` or
+    """A .parquet, .arrow, .jsonl, .json, .csv or .txt file; a folder of such files; `hub:organisation/name` or
     `hub:organisation/name@revision` on the Hugging Face hub; `arithmetic`, the task that this package generates; or the
     name of an adapter, for its data set on the hub."""
     adapter: str | None = None
@@ -270,11 +269,11 @@ class Source(Section):
             raise at("path", f"{self.path!r} is no hub name, hub:organisation/name or hub:organisation/name@revision")
         if self.path in datasets.DATASETS:
             raise at("path", f"the Hugging Face hub does not have {self.path} in this form: give the path of its files")
-        suffix = PurePath(self.path).suffix
+        is_file = not self.on_hub and datasets.suffix_of(self.path) is not None
         generated = self.path == datasets.ARITHMETIC
         why = f"for a file: name the file of that part instead of {self.path}"
-        self.unused(suffix in datasets.SUFFIXES, why, "split")
-        self.unused(generated or suffix in datasets.SUFFIXES, why, "subset", "files")
+        self.unused(is_file, why, "split")
+        self.unused(generated or is_file, why, "subset", "files")
         self.unused(self.files, "together with files, which selects the files to read", "split")
         if generated and self.split not in (None, *ARITHMETIC_SPLITS):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")

@@ -10,7 +10,7 @@ The hub limits the rate of requests, so one rank of a node asks it, and the othe
 from glob import escape
 from pathlib import Path
 
-from megatron_rft.config.datasets import HUB_NAME
+from megatron_rft.config.datasets import HUB_NAME, SAVED
 from megatron_rft.data.selection import Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
 from megatron_rft.utils.errors import DataError, first_line
@@ -36,6 +36,7 @@ def download(path: str, choice: Choice) -> list[Path]:
             names = select(names, choice, f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"])
             folders = sorted({escape(str(Path(name).parent)) for name in names})
             wanted = [*map(escape, names), *(f"{folder}/{each}" for folder in folders for each in BESIDE)]
+            wanted += [f"{escape(name.removesuffix(SAVED))}*" for name in names if name.endswith(SAVED)]
             folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     except DataError:
         raise

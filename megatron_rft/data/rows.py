@@ -6,17 +6,21 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron_rft.config.datasets import ARITHMETIC, HUB, SUFFIXES
-from megatron_rft.data import arithmetic, hub
+from megatron_rft.config.datasets import ARITHMETIC, HUB, SAVED, TABLES, TEXTS
+from megatron_rft.data import arithmetic, hub, tables
 from megatron_rft.data.adapters import adapt
 from megatron_rft.data.fields import Row
-from megatron_rft.data.selection import Choice, select
-from megatron_rft.data.tables import table
-from megatron_rft.data.text_rows import csv_file, json_file, json_lines
+from megatron_rft.data.selection import Choice, kind_of, select
+from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines, tsv_file
 from megatron_rft.utils.errors import DataError
 
-READERS = {".parquet": table, ".arrow": table, ".jsonl": json_lines, ".json": json_file, ".csv": csv_file}
-assert set(READERS) == set(SUFFIXES)
+READERS = {
+    **{SAVED: tables.saved, ".parquet": tables.parquet, ".arrow": tables.arrow},
+    **{".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file},
+    **{".csv": csv_file, ".tsv": tsv_file, ".txt": text_lines},
+}
+POINTER = b"version https://git-lfs.github.com/spec/"
+assert set(READERS) == {SAVED, *TABLES, *TEXTS}
 
 
 class Rows(list[Row]):
@@ -28,7 +32,7 @@ class Rows(list[Row]):
 
     def place(self, index: int) -> str:
         """The file and line of a row, for an error. It reads the file again: millions of places would take memory."""
-        places = (place for file in self.files for place, _ in READERS[file.suffix](file))
+        places = (place for file in self.files for place, _ in _read(file))
         return next(islice(places, index, None))
 
 
@@ -67,6 +71,14 @@ def find_files(path: str, choice: Choice) -> list[Path]:
     return [place]
 
 
+def _read(file: Path) -> Iterator[tuple[str, Row]]:
+    for each in file.parent.glob("*.arrow") if file.name == SAVED else [file]:
+        with each.open("rb") as opened:
+            if opened.read(len(POINTER)) == POINTER:
+                raise DataError(f"{each} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
+    yield from READERS[kind_of(file.name)](file)
+
+
 def _rows(file: Path, adapter: str | None) -> Iterator[Row]:
-    rows = READERS[file.suffix](file)
+    rows = _read(file)
     return (row for _, row in rows) if adapter is None else adapt(rows, adapter, file)

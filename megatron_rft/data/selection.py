@@ -1,8 +1,9 @@
-"""Selects the files of a data set in a folder or a hub repository, by name; nothing is read.
+"""Selects the files of a data set in a folder or a hub repository, by name; nothing is read. A folder that
+`save_to_disk` wrote counts as one file, its state.json.
 
 Publishers put the split into the file's name ("train-00000-of-00004.parquet", "data/test.jsonl"), and a subset into the
 folder's ("main/test-00000-of-00001.parquet"). A name is split into words; information that is not in a word is not
-guessed. `datasets` also selects by name, but only where it loads a whole data set; hub.py says why files are read here.
+guessed.
 """
 
 import re
@@ -12,12 +13,13 @@ from fnmatch import fnmatch
 from os.path import commonprefix
 from pathlib import PurePosixPath
 
-from megatron_rft.config.datasets import SUFFIXES
+from megatron_rft.config.datasets import READ, SAVED, suffix_of
 from megatron_rft.utils.errors import DataError
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's answers, which the adapter joins, and documents
-NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED, "config.json"}
+ASIDE = ((".json", ".csv", ".tsv"), (".txt",))  # beside data of other kinds these are usually none
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Choice:
 
 def select(names: Iterable[str], choice: Choice, source: str) -> list[str]:
     """The selected `names` (relative paths), sorted. `source` is named in errors."""
-    every = sorted(name for name in names if _is_data(name))
+    every = sorted(_data(list(names)))
     chosen = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
     if choice.files:
         chosen = [
@@ -64,10 +66,19 @@ def _of_split(names: list[str], choice: Choice, source: str) -> list[str]:
     return names
 
 
-def _is_data(name: str) -> bool:
-    path = PurePosixPath(name)
-    hidden = any(part.startswith((".", "_")) or part in NO_ROWS for part in path.parts)
-    return path.suffix in SUFFIXES and path.name not in NO_DATA and not hidden
+def _data(names: list[str]) -> list[str]:
+    """The names of files with rows. Of a folder of `save_to_disk` its state.json, which says which files count."""
+    paths = [PurePosixPath(name) for name in names if suffix_of(name)]
+    paths = [path for path in paths if not any(p.startswith((".", "_")) or p in NO_ROWS for p in path.parts)]
+    arrow = {path.parent for path in paths if path.suffix == ".arrow"}
+    saved = {path.parent for path in paths if path.name == SAVED} & arrow
+    data = [path for path in paths if path.parent not in saved and path.name not in NO_DATA]
+    return [*map(str, data), *(str(folder / SAVED) for folder in saved)]
+
+
+def kind_of(name: str) -> str:
+    """The suffix, less .gz; of a folder of `save_to_disk` SAVED."""
+    return SAVED if PurePosixPath(name).name == SAVED else suffix_of(name).removesuffix(".gz")
 
 
 def _in_subset(name: str, subset: str) -> bool:
@@ -76,13 +87,12 @@ def _in_subset(name: str, subset: str) -> bool:
 
 
 def _one_kind(names: list[str], source: str) -> list[str]:
-    """Selects one format: two formats are usually the same rows twice, and .csv and .json next to others are usually
-    not data."""
-    kinds = sorted({PurePosixPath(name).suffix for name in names})
-    for aside in {".csv", ".json"} & set(kinds) if len(kinds) > 1 else ():
-        return _one_kind([name for name in names if not name.endswith(aside)], source)
+    """Selects one format: two formats are usually the same rows twice."""
+    rank = {name: next((n for n, kinds in enumerate(ASIDE, 1) if kind_of(name) in kinds), 0) for name in names}
+    names = [name for name in names if rank[name] == min(rank.values())]
+    kinds = sorted(set(map(kind_of, names)))
     if len(kinds) > 1:
-        chosen = commonprefix([name for name in names if name.endswith(kinds[-1])]).removesuffix(kinds[-1])
+        chosen = commonprefix([name for name in names if kind_of(name) == kinds[-1]]).removesuffix(kinds[-1])
         raise DataError(
             f"{source}: it holds {' and '.join(kinds)} files; say which to read, for example files: "
             f'"{chosen}*{kinds[-1]}"'
@@ -97,4 +107,4 @@ def _wanted(choice: Choice) -> str:
 
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"there are {shown}" if names else f"there is no {', '.join(SUFFIXES)} file at all"
+    return f"there are {shown}" if names else f"there is no {READ} file at all"

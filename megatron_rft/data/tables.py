@@ -1,59 +1,74 @@
-"""Rows of parquet and Arrow files, a batch in memory at a time. A folder of `save_to_disk` holds Arrow files.
+"""Rows of parquet and Arrow files and of folders of `save_to_disk`, read by `datasets`; a batch in memory at a time,
+and no converted copy on the disk.
 
-The rows are Arrow's own values: images and audio stay bytes, no feature of `datasets` is decoded.
+Images, audio and video are not decoded: a value is `{"bytes": ..., "path": ...}`, one of which may be None. Parquet and
+Arrow give every object of a column the same keys, filled with None. These are left out, as they were before.
 """
 
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from megatron_rft.data.fields import Row
 from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils.files import temporary_folder
 
-KINDS = {".parquet": "a parquet", ".arrow": "an Arrow"}
+KINDS = {"parquet": "a parquet file", "arrow": "an Arrow file", "saved": "a folder of save_to_disk"}
+BATCH = 1000
 
 
-def table(file: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of each row.
+def parquet(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of each row; so do `arrow` and `saved`.
 
     Raises:
         DataError: the file is of another kind, truncated or corrupt.
     """
+    yield from _placed(file, "parquet")
+
+
+def arrow(file: Path) -> Iterator[tuple[str, Row]]:
+    yield from _placed(file, "arrow")
+
+
+def saved(state: Path) -> Iterator[tuple[str, Row]]:
+    """`state`: the folder's state.json, which names its files; others are caches of `map` and `filter`."""
+    yield from _placed(state.parent, "saved")
+
+
+def _placed(file: Path, kind: str) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
-        for row in _rows(file):
-            number += 1
-            yield f"{file}, row {number}", row
-    except Exception as error:  # pyarrow and the file system have no common class for a broken file
-        problem = f"is broken after row {number}" if number else f"not {KINDS[file.suffix]} file, or a broken one"
+        with temporary_folder() as cache:  # of `datasets`, for locks
+            for row in _rows(file, kind, cache):
+                number += 1
+                yield f"{file}, row {number}", row
+    except Exception as error:  # datasets, pyarrow and the file system have no common class for a broken file
+        problem = f"is broken after row {number}" if number else f"cannot be read as {KINDS[kind]}"
         raise DataError(f"{file}: {problem} ({first_line(error)})") from None
 
 
-def _rows(file: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
+def _rows(file: Path, kind: str, cache: Path) -> Iterator[Row]:
+    import datasets
 
-    if file.suffix == ".parquet":
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are logged, too
+    if kind == "saved":
+        table = datasets.Dataset.load_from_disk(str(file))
     else:
-        source = pyarrow.memory_map(str(file))
-        try:
-            batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # the other format of the same suffix
-            opened = pyarrow.ipc.open_file(source)
-            batches = map(opened.get_batch, range(opened.num_record_batches))
-    for batch in batches:
-        names, fields = batch.schema.names, [_in_microseconds(field) for field in batch.schema]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two columns have one name: {', '.join(names)}")
-        yield from batch.cast(pyarrow.schema(fields), safe=False).to_pylist()
+        options = {"data_files": escape(str(file)), "split": "train", "streaming": True, "cache_dir": str(cache)}
+        table = datasets.load_dataset(kind, **options)
+    features = table.features  # a copy at each access
+    for batch in table.with_format("arrow").iter(BATCH):
+        yield from (_value(features, row, keep_none=True) for row in batch.to_pylist())
 
 
-def _in_microseconds(field: Any) -> Any:
-    """A field of Arrow's that Python has a type for: pyarrow reads nanoseconds by pandas alone."""
-    import pyarrow
-
-    kind = field.type
-    if pyarrow.types.is_timestamp(kind) and kind.unit == "ns":
-        return field.with_type(pyarrow.timestamp("us", kind.tz))
-    return field.with_type(pyarrow.duration("us")) if kind == pyarrow.duration("ns") else field
+def _value(feature: Any, stored: Any, keep_none: bool = False) -> Any:
+    """A value as it was written, from Arrow's, by its feature (of `datasets`). The columns of a row stay if they are
+    None."""
+    if isinstance(feature, dict):
+        kept = {name: x for name, x in stored.items() if keep_none or x is not None}
+        return {name: x if x is None else _value(feature[name], x) for name, x in kept.items()}
+    if hasattr(feature, "feature"):  # a list
+        return [x if x is None else _value(feature.feature, x) for x in stored]
+    return feature.decode_example(stored) if type(feature).__name__ == "Json" else stored

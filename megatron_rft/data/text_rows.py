@@ -1,4 +1,4 @@
-"""Reads rows of .jsonl, .json and .csv files strictly: values are not converted, and an error names the line.
+"""Reads rows of text files (JSON, CSV) strictly: values are not converted, and an error names the line.
 
 `datasets` is not used for text because it infers one schema for a whole file: it fills a field that some rows lack with
 None, reads 1 beside 1.5 as 1.0, "025" in a CSV file as 25, a long integer as a float and text that looks like a date as
@@ -7,9 +7,11 @@ file, and a CSV row with a cell too many shifts the columns without an error.
 """
 
 import csv
+import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,20 @@ def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
         yield place, row
 
 
-def csv_file(file: Path) -> Iterator[tuple[str, Row]]:
+def text_lines(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, {"text": line}) of each line."""
+    for number, line in enumerate(_lines(file), start=1):
+        yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
+
+
+def tsv_file(file: Path) -> Iterator[tuple[str, Row]]:
+    yield from csv_file(file, "\t")
+
+
+def csv_file(file: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
     """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is not null."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_lines(file, newline=""), strict=True)
+    reader = csv.reader(_lines(file, newline=""), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if len(set(names)) < len(names):
@@ -75,9 +87,10 @@ def json_file(file: Path) -> Iterator[tuple[str, Row]]:
     start = _skip(text, 0)
     if text.startswith("[", start):
         yield from _listed(text, start + 1, file)
-    elif start < len(text) and _skip(text, _decoded(text, start, file, f"{file}:1")[1]) == len(text):
-        raise _no_rows(file)  # one value is the whole file
-    else:
+    elif start < len(text):
+        value, end = _decoded(text, start, file, f"{file}:1")
+        if _skip(text, end) == len(text):
+            raise _no_rows(file, value)  # one value is the whole file
         yield from json_lines(file)
 
 
@@ -89,7 +102,7 @@ def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
         number += 1
         row, end = _decoded(text, _skip(text, at), file, f"{file}, row {number}")
         if not isinstance(row, dict):
-            raise _no_rows(file)
+            raise _no_rows(file, row)
         yield f"{file}, row {number}", row
         end = _skip(text, end)
         if not text.startswith((",", "]"), end):
@@ -126,22 +139,34 @@ def _not_json(error: json.JSONDecodeError, file: Path, line: int = 1) -> DataErr
     return DataError(f"{file}:{line + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}): {seen}")
 
 
-def _no_rows(file: Path) -> DataError:
-    return DataError(f"{file}: a .json data set is a list of objects, or one object per line")
+def _no_rows(file: Path, value: Any) -> DataError:
+    lists = [name for name, x in value.items() if isinstance(x, list)] if isinstance(value, dict) else []
+    what = (
+        f"; this one is an object that holds lists, {', '.join(map(repr, lists))}: save the rows alone" if lists else ""
+    )
+    return DataError(f"{file}: a .json data set is a list of objects, or one object per line{what}")
 
 
 def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
     """Refuses bytes that are not UTF-8, and UTF-16 without a byte order mark, whose first letter has a byte of 0."""
     # Bytes that are not UTF-8 become lone surrogates.
-    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline) as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.encode()
-            except UnicodeEncodeError as error:
-                raise _not_utf_8(line, error.start, file, number) from None
-            if number == 1 and "\0" in line[:2]:
-                raise _not_utf_8(line, line.index("\0"), file, number)
-            yield line
+    opened = gzip.open if file.name.lower().endswith(".gz") else open
+    with opened(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline) as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                _check_utf_8(line, file, number)
+                yield line
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{file}: it is not a gzip file, or a broken one ({error})") from None
+
+
+def _check_utf_8(line: str, file: Path, number: int) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise _not_utf_8(line, error.start, file, number) from None
+    if number == 1 and "\0" in line[:2]:
+        raise _not_utf_8(line, line.index("\0"), file, number)
 
 
 def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
@@ -149,7 +174,9 @@ def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
     start = text[:8].encode(errors="surrogateescape") if line == 1 else b""
     for mark, program in COMPRESSED.items():
         if start.startswith(mark):
-            return DataError(f"{file}: it is not text but compressed by {program}: unpack it")
+            return DataError(
+                f"{file}: it is not text but compressed by {program}: unpack it (or, by gzip, name it .gz)"
+            )
     little, big = start[1:2] == b"\0", start[:1] == b"\0"
     marked = start[:1] in (b"\xfe", b"\xff")
     guess = "UTF-16" if marked else "UTF-16LE" if little else "UTF-16BE" if big else "LATIN1"

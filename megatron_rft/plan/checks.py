@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rft.config import passthrough
 from megatron_rft.config.algorithms.base import Algorithm, Lengths
 from megatron_rft.config.constraint import Constraint
-from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
+from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, READ, suffix_of
 from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
@@ -245,14 +245,14 @@ def check_store_is_there(recipe: Recipe) -> None:
 def _check_path(option: str, path: str) -> None:
     place = Path(path).expanduser()
     if place.is_dir():
-        if not any(file.suffix in SUFFIXES for file in place.rglob("*")):
-            raise DataError(f"{option}: the folder {path} has no {', '.join(SUFFIXES)} file")
+        if not any(suffix_of(file.name) for file in place.rglob("*")):
+            raise DataError(f"{option}: the folder {path} has no {READ} file")
     elif not place.exists():
         near = [*DATASETS, *(str(file) for file in place.parent.glob("*"))]
         hub = f" On the Hugging Face hub? Write {HUB}{path}" if HUB_NAME.fullmatch(HUB + path) else ""
         raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")
-    elif place.suffix not in SUFFIXES:
-        raise DataError(f"{option}: {path} is not a {', '.join(SUFFIXES)} file")
+    elif suffix_of(path) is None:
+        raise DataError(f"{option}: {path} is not a {READ} file")
 
 
 def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:

@@ -24,17 +24,20 @@ def test_the_three_file_kinds_give_the_same_rows(tmp_path):
         assert load_rows(tmp_path / f"a.{suffix}", limit=1) == ROWS[:1]
 
 
-def test_columns_of_one_name_are_refused_and_nanoseconds_need_no_pandas(tmp_path):
+def test_columns_of_one_name_are_refused_and_nanoseconds_are_read(tmp_path):
     twice = pyarrow.table([[1], [2]], names=["a", "a"])
     pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="two columns have one name: a, a"):
-        load_rows(tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", twice.schema) as out:
+        out.write_table(twice)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name}: cannot be read as .*(\(a\)|\"a\" exists 2 times)"):
+            load_rows(tmp_path / name)
     times = {kind: pyarrow.array([1_500], kind("ns")) for kind in (pyarrow.timestamp, pyarrow.duration)}
     table = pyarrow.table(list(times.values()), names=["at", "for"])
     pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
     (row,) = load_rows(tmp_path / "b.parquet")
-    assert row["at"].microsecond == 1 and row["for"] == datetime.timedelta(microseconds=1)
-    assert type(row["at"]) is datetime.datetime
+    assert row["at"].microsecond == 1 and row["for"].microseconds == 1
+    assert isinstance(row["at"], datetime.datetime) and isinstance(row["for"], datetime.timedelta)
 
 
 def test_arrow_as_a_stream_and_as_a_file(tmp_path):
@@ -58,14 +61,6 @@ def test_arithmetic_by_name():
     assert len(load_rows("arithmetic", "test", limit=7)) == 7
 
 
-def test_folders_that_datasets_saved(tmp_path):
-    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[:1])
-    train.save_to_disk(tmp_path / "one", num_shards=2)
-    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "two")
-    assert load_rows(tmp_path / "one") == load_rows(tmp_path / "two") == ROWS
-    assert load_rows(tmp_path / "two", "test") == ROWS[:1]
-
-
 def test_parquet_rows_keep_their_types_and_no_copy_is_written(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
@@ -84,7 +79,7 @@ def test_a_truncated_table_is_named(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"a\.parquet: not a parquet file, or a broken one \(.*footer"):
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as a parquet file \(.*footer"):
         load_rows(tmp_path / "a.parquet")
     middle = len(whole) // 2
     (tmp_path / "a.parquet").write_bytes(whole[:middle] + bytes(middle // 2) + whole[middle + middle // 2 :])
@@ -107,8 +102,8 @@ def test_a_truncated_table_is_named(tmp_path):
         ("a.json", "[{]", r"a\.json:1: not JSON"),
         ("a.json", '{"q": 1}', "a list of objects"),
         ("a.json", '{"q": 1}\n[2]\n', r"a\.json:2: a row is an object"),
-        ("a.parquet", "text", "not a parquet file"),
-        ("a.arrow", "text", "not an Arrow file"),
+        ("a.parquet", "text", "cannot be read as a parquet file"),
+        ("a.arrow", "text", "cannot be read as an Arrow file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, text, message):

@@ -23,7 +23,11 @@ SUBJECTS = ["algebra/train-0.parquet", "algebra/test-0.parquet", "geometry/train
         (["a.json", "train/dataset_info.json", "state.json"], Choice("train"), ["a.json"]),
         (["q.jsonl", "possible_answer/q.jsonl"], Choice("test", files="*.jsonl"), ["q.jsonl"]),
         (["a.csv", "b.csv"], Choice("train"), ["a.csv", "b.csv"]),
-        (["a.csv", "a.jsonl", "a.json"], Choice("train"), ["a.jsonl"]),
+        (["a.csv", "a.jsonl", "a.json", "a.txt"], Choice("train"), ["a.jsonl"]),
+        (["a.txt", "a.CSV"], Choice("train"), ["a.CSV"]),
+        (["b.jsonl.gz", "a.jsonl"], Choice("train"), ["a.jsonl", "b.jsonl.gz"]),
+        (["d/state.json", "d/data-0.arrow", "d/cache-1.arrow", "e/a.json"], Choice(), ["d/state.json"]),
+        (["state.json", "a.json"], Choice(), ["a.json"]),  # no folder of save_to_disk
         (["a.jsonl", "dataset_info.json", ".cache/b.jsonl", "README.md", "stats.json"], Choice("train"), ["a.jsonl"]),
     ],
 )
@@ -51,7 +55,7 @@ def test_names_say_which_files(names, choice, expected):
         (
             ["README.md"],
             Choice("train"),
-            "no file of a data set; there is no .parquet, .jsonl, .json, .arrow, .csv file at all",
+            "no file of a data set; there is no .parquet, .arrow, .jsonl, .*txt or .* file at all",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from megatron_rft.data.rows import load_rows
 from megatron_rft.utils.errors import DataError
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 GOOD = b'{"q": "1+1?", "a": 2}\n'
 
 
@@ -34,6 +35,12 @@ def test_types_are_those_of_the_file(tmp_path):
             b'\xef\xbb\xbfq,a\r\n"x, ""y""\nz",025\r\n\r\nNA,\r\n',
             [{"q": 'x, "y"\nz', "a": "025"}, {"q": "NA", "a": ""}],
         ),
+        ("a.JSONL", GOOD, [{"q": "1+1?", "a": 2}]),
+        ("a.ndjson", GOOD, [{"q": "1+1?", "a": 2}]),
+        ("a.jsonl.gz", gzip.compress(GOOD), [{"q": "1+1?", "a": 2}]),
+        ("a.json.gz", gzip.compress(b'[{"a": 1}]'), [{"a": 1}]),
+        ("a.tsv", b"q\ta\n1,5\t025\n", [{"q": "1,5", "a": "025"}]),
+        ("a.txt", b"1+1?\r\n\n 2+2? ", [{"text": "1+1?"}, {"text": ""}, {"text": " 2+2? "}]),
         ("a.jsonl", GOOD.replace(b"\n", b"\r\n\r\n") * 2, [{"q": "1+1?", "a": 2}] * 2),
         ("a.jsonl", b'{"a": "\\ud83d\\ude00 \\\\ud800"}', [{"a": "\N{GRINNING FACE} \\ud800"}]),  # no lone surrogate
     ],
@@ -54,7 +61,11 @@ def test_what_is_read(tmp_path, name, data, rows):
         ("a.jsonl", GOOD.decode().encode("utf-16-le"), r"a\.jsonl:1: not UTF-8 text \(byte 0x00\).*-f UTF-16LE "),
         ("a.json", b'["\xe9"]'.decode("latin-1").encode("utf-16-be"), r"a\.json:1: not UTF-8 text .*-f UTF-16BE "),
         ("a.csv", "é,a\n1,2\n".encode("utf-16-le"), r"a\.csv:1: not UTF-8 text \(byte 0xe9\).*-f UTF-16LE "),
-        ("a.jsonl", gzip.compress(GOOD, mtime=0), r"a\.jsonl: it is not text but compressed by gzip: unpack it"),
+        (
+            "a.jsonl",
+            gzip.compress(GOOD, mtime=0),
+            r"a\.jsonl: it is not text but compressed by gzip: unpack it \(or, by gzip, name it \.gz\)",
+        ),
         ("a.json", lzma.compress(GOOD), r"a\.json: it is not text but compressed by xz"),
         ("a.csv", bz2.compress(GOOD * 9), r"a\.csv: it is not text but compressed by bzip2"),
         ("a.jsonl", GOOD + b'{"q": \0\x1b}', r'a\.jsonl:2: not JSON .*: {"q": \\x00\\x1b}'),
@@ -74,6 +85,16 @@ def test_what_is_read(tmp_path, name, data, rows):
         ("a.json", b'[{"q": 1},\n]', r"a\.json:2: not JSON \(Expecting value, column 1\)"),
         ("a.json", b'[{"q": 1}]\n{"q": 2}', r"a\.json:2: not JSON \(Extra data"),
         ("a.json", b'[{"q": 1}, 2]', r"a\.json: a \.json data set is a list of objects"),
+        (
+            "a.json",
+            b'{"data": [{"q": 1}], "version": 1}',
+            r"a\.json: .* this one is an object that holds .* 'data': save",
+        ),
+        ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz: it is not a gzip file, or a broken one"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9], r"a\.jsonl\.gz: it is not a gzip file, or a broken one"),
+        ("a.json.gz", gzip.compress(b'[{"q": 1},\n]'), r"a\.json\.gz:2: not JSON"),
+        ("a.jsonl", POINTER, r"a\.jsonl is a pointer of Git LFS, not the file: run `git lfs pull`"),
+        ("a.parquet", POINTER, r"a\.parquet is a pointer of Git LFS"),
         ("a.json", b"[]", "the data set is empty"),
         ("a.json", b" ", "the data set is empty"),
         ("a.csv", b"q,a\n1,2\n1,2,3\n", r"a\.csv:3: 3 cells under 2 columns \(q, a\)"),
