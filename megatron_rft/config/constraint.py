@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megatron_rft.config.algorithms import SECTIONS
-from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at, check_braces, hint
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 
@@ -73,9 +72,6 @@ class DynamicOptions(Constraint, kind="dynamic"):
     """Temperature of the refiner; 0 is greedy."""
     max_tokens: Count | None = None
     """Maximum tokens of a refined response. None: rollout.max_response_tokens."""
-    draft: bool | None = None
-    """Give vLLM the response as a draft of its refinement (speculative decoding). This changes the speed, never a
-    token. None: with vllm at temperature 0."""
     overlap: bool = False
     """Refine early groups while later ones are still being generated. This changes only the speed, and helps if
     generation leaves processors idle."""
@@ -99,10 +95,6 @@ class DynamicOptions(Constraint, kind="dynamic"):
         self.unused(not self.examples_every, "while examples_every is 0", "examples")
         if self.template is not None:
             read_template(self.template)
-
-    def drafts(self, engine: str) -> bool:
-        """Whether the refiner's requests carry drafts on this engine."""
-        return ENGINES[engine].drafts and (self.temperature == 0 if self.draft is None else self.draft)
 
     def template_text(self, reward_kind: str) -> str:
         name = self.template or TEMPLATE_OF.get(reward_kind)

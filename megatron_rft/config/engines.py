@@ -8,12 +8,11 @@ class EngineKind:
     """An engine's capabilities, for the checks of a recipe."""
 
     serves: bool = False  # rollout.placement=server
-    drafts: bool = False  # speculative decoding with the drafts that requests carry
     recomputes: bool = False  # can recompute the caches of unfinished responses after a weight sync
     reports_routes: bool = False  # the experts that it used for each token of a mixture
 
 
 ENGINES = {
     "hf": EngineKind(reports_routes=True),
-    "vllm": EngineKind(serves=True, drafts=True, recomputes=True),
+    "vllm": EngineKind(serves=True, recomputes=True),
 }

@@ -25,7 +25,7 @@ WITH_A_MODEL = {  # methods of speculative decoding
     "eagle": "drafts with a head that was trained for the model",
     "eagle3": "drafts with a head that was trained for the model",
 }
-METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
+METHODS = ("ngram", "suffix", *WITH_A_MODEL)
 
 
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
@@ -48,7 +48,7 @@ class Vllm(Section, extra="allow"):
     is verified against the trainer's. fp8: one scale per matrix."""
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding, in vLLM's notation, such as {method: ngram, num_speculative_tokens: 8,
-    prompt_lookup_max: 4}. Method predicted_output verifies the predicted response that a request carries."""
+    prompt_lookup_max: 4}."""
 
     def _check(self):
         if self.extra:

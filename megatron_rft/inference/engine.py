@@ -107,7 +107,6 @@ class Request:
     seed: int
     max_tokens: int | None = None  # a lower limit than the sampling's, for this request
     problem: Prompt | None = None  # what the prompt asks, for environments; engines do not read it
-    draft: tuple[int, ...] = ()  # predicted response for speculative decoding: changes the speed, never the tokens
 
 
 @dataclass(frozen=True)

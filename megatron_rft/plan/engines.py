@@ -1,6 +1,5 @@
 """The engines of a run, their placement, and checks for engine options without effect. No torch."""
 
-from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
@@ -82,24 +81,7 @@ def check_speed(recipe: Recipe, refining: str | None) -> None:
     """Rejects engine options that have no effect in this run. `refining`: the refiner's engine, if there is one. It
     runs in the rank's process, wherever the policy's engine runs."""
     options, rollout = recipe.vllm, recipe.rollout
-    drafts = refining is not None and recipe.constraint.drafts(refining)
     if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):
         raise ConfigError(f"vllm.{named[0]}: does nothing with rollout.servers, which have their own options")
     if rollout.servers and refining is None and rollout.differs("max_batch_sequences"):
         raise ConfigError("rollout.max_batch_sequences: does nothing with rollout.servers: set their --max-num-seqs")
-    if refining and recipe.constraint.draft and not ENGINES[refining].drafts:
-        raise ConfigError(
-            f"constraint.draft: does nothing with the {refining} engine, which has no speculative decoding. Set "
-            "rollout.engine=vllm, or leave it out"
-        )
-    if drafts and recipe.constraint.temperature:
-        raise ConfigError(
-            f"constraint.draft: does nothing with vllm at constraint.temperature {recipe.constraint.temperature:g}: "
-            "there it would change the tokens of a seed. Leave it out"
-        )
-    guesses = options.speculative_config and options.speculative_config["method"] == "predicted_output"
-    if guesses and (not drafts or rollout.placement == "server"):
-        raise ConfigError(
-            "vllm.speculative_config: predicted_output checks guesses, which the refiner's requests alone carry: it "
-            "needs constraint.kind=dynamic with draft, and no rollout.placement=server"
-        )

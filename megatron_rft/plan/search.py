@@ -1,5 +1,4 @@
-"""Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step, and the numbers of GPUs
-of an engine by those of generation. No torch."""
+"""Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -95,14 +94,6 @@ class Search:
         total += alone * looks
         return total * (2 if r.critic else 1)
 
-    def engines(self) -> dict[int, float]:
-        """Return for each number of GPUs of a colocated vLLM that fits the seconds of a step's generation."""
-        r, own = self.recipe, memory.OwnEngines(self.recipe, self.s, self.bytes)
-        if r.trainer != "rl" or r.rollout.placement != "colocated" or not own.by_vllm:
-            return {}
-        sizes = [1, 2, 4, NODE]
-        return {n: self.generation(n) for n in sizes if not (self.s.heads % n or self.own.world % n)}
-
     def generation(self, workers: int) -> float:
         """Return the seconds of a step's generation by colocated engines of so many GPUs."""
         r, longest = self.recipe, self.recipe.rollout.max_response_tokens
@@ -112,19 +103,6 @@ class Search:
         engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
         mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction
         return engine.tail(prompts, r.rollout.group_size, *mean, longest)
-
-    def engine_lines(self) -> list[str]:
-        by_size, own = self.engines(), self.recipe.vllm.tensor_parallel_size
-        if own not in by_size:
-            return []
-        best = min(by_size, key=by_size.get)
-        told = [
-            f"vllm.tensor_parallel_size by seconds of generation, with a tail of long responses ({self.chip.name}):"
-        ]
-        told += [f"  {n}: {seconds:.1f} s" + " <- the recipe's" * (n == own) for n, seconds in by_size.items()]
-        if best != own:
-            told.append(f"  vllm.tensor_parallel_size={best} would save {by_size[own] - by_size[best]:.1f} s of a step")
-        return told
 
     def table(self) -> list[str]:
         candidates = self.candidates()
@@ -138,4 +116,4 @@ class Search:
             told.append(f"  {span}  {memory.gib(candidate.memory):>10}  {candidate.layout}{mark}")
         if len(candidates) > len(shown):
             told.append(f"  and {len(candidates) - len(shown)} more")
-        return told + self.engine_lines()
+        return told

@@ -80,7 +80,6 @@ class Refiner:
         encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
         template: of the refiner's prompt, with {question}, {response} and perhaps {reward}.
         maximum: the largest reward; responses that have it are not refined. Infinity refines them too.
-        draft: pass the response to the engine as a draft of its refinement (speculative decoding).
         most_tokens: the limit on the refiner's prompt and response together.
     """
 
@@ -92,7 +91,6 @@ class Refiner:
     maximum: float
     seed: Callable[..., int]
     options: DynamicOptions
-    draft: bool = True
     most_tokens: float = math.inf
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
@@ -126,14 +124,7 @@ class Refiner:
             reward=f"{rollout.score.reward:g}",
         )
         ids = tuple(self.encode(rollout.prompt, asked))
-        draft = self._draft(rollout) if self.draft else ()
-        return Task(rollout, Request(0, ids, 1, seed, draft=draft))
-
-    def _draft(self, rollout: Any) -> tuple[int, ...]:
-        """Return the response's tokens, with a stop token if the response was truncated."""
-        ids = rollout.response.token_ids
-        stops = self.sampling.stop_token_ids
-        return (ids if ids and ids[-1] in stops else (*ids, *stops[:1]))[: self.sampling.max_tokens]
+        return Task(rollout, Request(0, ids, 1, seed))
 
     def write(self, tasks: list[Task]) -> list[Response]:
         """Generate the refined responses, in the order of the tasks."""

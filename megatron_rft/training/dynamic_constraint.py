@@ -51,7 +51,6 @@ def build_refiner(
         maximum,
         partial(request_seed, seed, REFINER_STREAM),
         options,
-        options.drafts(engines.kind(hf_config)),
         engines.longest_refinement_of(hf_config),
     )
 

@@ -33,7 +33,8 @@ from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
 from megatron_rft.utils.errors import ConfigError
 
-PREDICTED = {"method": "predicted_output", "num_speculative_tokens": 16}
+# A refined response mostly copies the response, which is in the refiner's prompt: vLLM proposes what follows there.
+COPIES = {"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_max": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -99,12 +100,11 @@ class EngineBuilder:
         return engine, weights
 
     def build_refining(self, hf_config: Any) -> Engine:
-        """The refiner's engine, in this process. It accepts longer prompts than the policy's, and predicted outputs."""
+        """The refiner's engine, in this process. It accepts longer prompts than the policy's."""
         own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
         arguments = self.vllm.arguments() | own
-        given = arguments.get("speculative_config") or {}
-        if self.constraint.drafts(self.kind(hf_config)) and given.get("method") != PREDICTED["method"]:
-            arguments |= {"speculative_config": PREDICTED}
+        if self.constraint.temperature == 0:  # above it, speculation changes the tokens of a seed
+            arguments = {"speculative_config": COPIES} | arguments
         engine = self.local(hf_config, arguments, self.gpu_share)(parallel.device())
         parallel.barrier("start")
         return engine
@@ -120,7 +120,7 @@ class EngineBuilder:
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
             max_model_len=self.longest(hf_config),
-            options=without_predicted_output(self.vllm) if arguments is None else arguments,
+            options=self.vllm.arguments() if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
             reserve=round(self.rollout.reserve_gib * GIB),
@@ -241,14 +241,6 @@ class EngineBuilder:
                 seen = [*seen, own_device()]  # weights come through the memory of the rank's GPU
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
         return environment
-
-
-def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
-    """vLLM's arguments for requests without a predicted response."""
-    arguments = vllm.arguments()
-    if (arguments.get("speculative_config") or {}).get("method") == PREDICTED["method"]:
-        del arguments["speculative_config"]
-    return arguments
 
 
 # ---- a node's GPUs and ranks

@@ -17,7 +17,6 @@ OPTIONS = {
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}},
-    "predicted output": {"speculative_config": {"method": "predicted_output", "num_speculative_tokens": 4}},
     "prefix cache": {"enable_prefix_caching": True},
 }
 

@@ -6,7 +6,7 @@ optimisations.
 
 A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
 so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
-token, when sampling is over. skip: nothing that has full marks. draft (vLLM): the response is the refinement's draft.
+token, when sampling is over. skip: nothing that has full marks. draft (vLLM): n-gram speculation from the prompt.
 overlap: while later groups are being sampled. prefix (vllm): what prompts have in common is computed once, in blocks of
 BLOCK tokens; the policy's engine always does that. The task's questions are shorter than a block; `--prompt-template`
 makes them longer, for models that were trained with it. Wall seconds, and this process's CPU seconds, which others on
@@ -40,7 +40,7 @@ from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.training.engines import PREDICTED
+from megatron_rft.training.engines import COPIES
 
 SMALLEST = "{model} --prompts 2 --group 2 --tokens 8 --rounds 1"  # tests/bench
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
@@ -88,7 +88,7 @@ class Bench:
         from megatron_rft.inference.vllm.engine import VLLMEngine
 
         options = {"block_size": BLOCK, "enable_prefix_caching": "prefix" in measures}
-        options |= {"speculative_config": PREDICTED} if "draft" in measures else {}
+        options |= {"speculative_config": COPIES} if "draft" in measures else {}
         return VLLMEngine(config, max_model_len=256, options=options)
 
     def refiner(self, measures: set[str]) -> Refiner:
@@ -104,7 +104,6 @@ class Bench:
             self.reward.maximum if "skip" in measures else math.inf,
             lambda *parts: request_seed(0, 1, *parts),
             DynamicOptions(eta=1e-3, overlap="overlap" in measures),
-            draft="draft" in measures,
         )
 
     def step(self, measures: set[str] | None) -> dict[str, Any]:

@@ -65,12 +65,8 @@ def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequ
 
 
 def speculation(given: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's configuration of speculative decoding. Predicted output is this package's own proposer; a draft
-    model loads its weights from its folder."""
-    config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
-    if config["method"] == "predicted_output":
-        config |= {"method": "custom_class", "model": "megatron_rft.inference.vllm.proposer.PredictedOutput"}
-    return config
+    """Return vLLM's configuration of speculative decoding. A draft model loads its weights from its folder."""
+    return {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
 
 
 def command(

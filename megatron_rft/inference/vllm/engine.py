@@ -43,7 +43,6 @@ from megatron_rft.inference.vllm.arguments import (
     speculation,
     token_bytes,
 )
-from megatron_rft.inference.vllm.proposer import PredictedOutput
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
 from megatron_rft.records import Response
@@ -106,8 +105,6 @@ class VLLMEngine(Engine):
             self.llm = cpu_patches.start(self._arguments(folder, max_batch_sequences, options, gpu_share))
         record_shared_memory(shared_memory(os.getpid()))
         self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):
-            drafter.runner = self._runner()
 
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
         """Return vLLM's engine arguments. The recipe's `options` take precedence over those of this package."""
@@ -218,8 +215,6 @@ class VLLMEngine(Engine):
             **sampling_parameters(request, sample, self.sampling),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # Above temperature 0 a draft keeps the distribution, but changes the tokens of a seed.
-            extra_args={"draft": list(request.draft)} if request.draft and not self.sampling.temperature else None,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         self.llm.add_request(f"{request.id}/{sample}", prompt, parameters, lora_request=self.adapter)

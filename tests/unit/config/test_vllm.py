@@ -125,10 +125,6 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
             "vllm.quantization: the engine rounds, so it samples from another policy than the trainer's, and nothing",
         ),
         ("vllm.kv_cache_dtype=fp8", "vllm.kv_cache_dtype: the engine rounds, so it samples from another policy"),
-        (
-            "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",
-            "guesses, which the refiner's",
-        ),
         ("vllm.speculative_config={method: ngam, num_speculative_tokens: 4}", "'ngam' is no method. Did you mean 'ngr"),
         ("vllm.speculative_config={method: ngram}", "num_speculative_tokens: null is no count of tokens, 1 or more"),
         ("vllm.speculative_config={method: draft_model, num_speculative_tokens: 4}", "model: is missing"),

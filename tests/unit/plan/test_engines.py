@@ -114,17 +114,3 @@ def test_server_urls_must_be_valid(recipe, url):  # noqa: F811
 
 
 REFINES = ["constraint={kind: dynamic, eta: 1e-3, template: mathematics}", "algorithm.kl_coefficient=null"]
-
-
-def test_drafts_where_they_pay(monkeypatch, recipe):  # noqa: F811
-    options = load(recipe, REFINES).constraint
-    assert options.drafts("vllm") and not options.drafts("hf")
-    assert not load(recipe, [*REFINES, "constraint.temperature=0.5"]).constraint.drafts("vllm")
-    assert load(recipe, [*REFINES, "constraint.draft=true", "constraint.temperature=0.5"]).constraint.drafts("vllm")
-    assert not load(recipe, [*REFINES, "constraint.draft=false"]).constraint.drafts("vllm")
-    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
-    warm = [*REFINES, "constraint.draft=true", "constraint.temperature=0.5"]
-    assert "constraint.draft: does nothing with vllm at constraint.temperature 0.5" in refusal(recipe, *warm)
-    told = refusal(recipe, *warm, "rollout.engine=hf")
-    assert told.startswith("constraint.draft: does nothing with the hf engine, which has no speculative decoding")
-    assert check(load(recipe, [*REFINES, "constraint.draft=false", "rollout.engine=hf"])).layout

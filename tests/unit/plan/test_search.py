@@ -1,7 +1,6 @@
 """`plan --search`: the layouts that it lists, their order, and its messages."""
 
 import json
-import re
 
 import pytest
 
@@ -54,19 +53,3 @@ def test_the_memory_must_be_given(plan):
     assert status == 2 and "--search needs --gpu-gib" in error
     status, _, error = plan("--gpus", "16", "--search", "--gpu-gib", "80", "--device", "h200x")
     assert status == 2 and "no device 'h200x'" in error
-
-
-def test_engines_of_few_and_of_many_gpus_get_different_numbers_of_them(plan):
-    """On 64 GPUs an engine has few sequences, whose tail reads all weights: more GPUs for each pay off."""
-    best = {}
-    for gpus in ("8", "64"):
-        rollout = ["rollout.prompts_per_step=128", "rollout.max_response_tokens=4096", "data.max_prompt_tokens=512"]
-        batch = ["batching.micro_batch_tokens=18432"]
-        _, told, _ = plan("--gpus", gpus, "--gpu-gib", "80", "--search", *rollout, *batch)
-        lines = told.splitlines()
-        (at,) = [i for i, line in enumerate(lines) if line.startswith("vllm.tensor_parallel_size by seconds")]
-        found = {int(n): float(rest.split()[0]) for n, rest in (line.split(":") for line in lines[at + 1 : at + 5])}
-        best[gpus] = min(found, key=found.get)
-        (saves,) = re.findall(rf"vllm.tensor_parallel_size={best[gpus]} would save ([\d.]+) s", told)
-        assert float(saves) == pytest.approx(found[1] - min(found.values()), abs=0.11)
-    assert best == {"8": 4, "64": 8}

@@ -93,7 +93,7 @@ def test_the_recipes_for_8_and_for_64_gpus_shorten_the_step(models, gpus, saves)
         search = Search(recipe, layout, 79.6, "h100")
         found = search._candidate(layout)
         assert found.memory < 75 * memory.GIB
-        seconds.append(found.seconds.most + search.engines()[recipe.vllm.tensor_parallel_size])
+        seconds.append(found.seconds.most + search.generation(recipe.vllm.tensor_parallel_size))
     assert seconds[1] < (1 - saves) * seconds[0]
 
 

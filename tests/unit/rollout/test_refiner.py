@@ -83,9 +83,7 @@ class Written:
             yield Group(request.id, (Response(ids(text), (), "stop", 0),))
 
 
-def refiner(
-    says: dict[str, str] | None = None, maximum: float = 1.0, draft=True, most_tokens=math.inf, **named
-) -> Refiner:
+def refiner(says: dict[str, str] | None = None, maximum: float = 1.0, most_tokens=math.inf, **named) -> Refiner:
     return Refiner(
         Written(says or {}),
         Sampling(20, stop_token_ids=(EOS,)),
@@ -95,7 +93,6 @@ def refiner(
         maximum,
         lambda *parts: request_seed(7, *parts),
         DynamicOptions(eta=1e-3, **named),
-        draft,
         most_tokens,
     )
 
@@ -113,10 +110,6 @@ def test_who_is_refined():
     assert [task.rollout.key for task in tasks] == [(3, 1), (3, 2), (3, 5)]
     assert left == {0: AT_MAXIMUM, 3: NOT_TRAINED, 4: GRADER_FAILED, 6: GRADER_FAILED}
     assert TOKENIZER.decode(list(tasks[0].request.prompt_ids)) == "Q[a]0.5"
-    assert (
-        tasks[0].request.draft == ids("a")
-        and refiner(draft=False).choose(group, 1, [True] * 7)[0][0].request.draft == ()
-    )
     assert len(refiner(maximum=math.inf).choose(group, 1, [True] * 7)[0]) == 5  # 1.0 may be surpassed
     assert len(refiner(filter=False).choose(group, 1, [True] * 7)[0]) == 5  # and a copy of it learnt
     tasks, left = refiner(first=2).choose(group, 1, [True] * 7)
@@ -158,7 +151,7 @@ class Digits(Reward):
         return [Score(float(min(sum(c.isdigit() for c in text), 2))) for text in texts]
 
 
-def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0, draft: bool = True, **named):
+def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0, **named):
     """Two real engines with random weights and the tokenizer's characters."""
     policy, frozen = (build_engine(build_model("llama", seed=seed, scale=1.0)) for seed in (1, 2))
     sampling = Sampling(12, stop_token_ids=(2,))
@@ -171,7 +164,6 @@ def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0,
         maximum,
         lambda *parts: request_seed(7, *parts),
         DynamicOptions(eta=1e-3, overlap=overlap, **named),
-        draft,
     )
     sampler = WholeStep(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)
     prompts = [Prompt(i, (5 + i, 6), "p", "", question=f"{i}") for i in range(6)]
@@ -205,9 +197,9 @@ def test_pairs_in_the_batch_score_higher():
     assert found.metrics["constraint/improved"] == len(kept) / 24
 
 
-@pytest.mark.parametrize("named", [{"draft": False}, {"maximum": math.inf}])
-def test_drafts_overlap_and_skipping_do_not_change_the_batch(named):
-    """The batch is the same with and without drafts, overlap and skipping."""
+@pytest.mark.parametrize("named", [{}, {"maximum": math.inf}])
+def test_overlap_and_skipping_do_not_change_the_batch(named):
+    """The batch is the same with and without overlap and skipping."""
     state = sampled(overlap=True).batch.state_dict()
     for overlap in (True, False):
         other = sampled(overlap, **named).batch.state_dict()

@@ -6,10 +6,8 @@ import pytest
 from transformers import Qwen3Config
 
 from megatron_rft.config import Model, load
-from megatron_rft.config.vllm import Vllm
 from megatron_rft.data import arithmetic
 from megatron_rft.training import build
-from megatron_rft.training.engines import without_predicted_output
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
 
@@ -28,13 +26,6 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
     (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")
-
-
-@pytest.mark.parametrize("method, left", [("predicted_output", set()), ("ngram", {"speculative_config"})])
-def test_predicted_outputs_are_for_the_refiners_engine_alone(method, left):
-    options = Vllm(speculative_config={"method": method, "num_speculative_tokens": 4}, tensor_parallel_size=2)
-    found = without_predicted_output(options)
-    assert found.keys() == left | {"tensor_parallel_size"} and options.speculative_config is not None
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):
