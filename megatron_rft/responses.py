@@ -5,6 +5,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count, islice
 from typing import Any
 
+from megatron_rft.utils.errors import CodeError
+
+
+def number(value: Any) -> float:
+    """A number of any kind, as numpy's or a tensor of one. Raises TypeError for texts and what else is none."""
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise TypeError(f"{value!r:.80} is no number")
+    return float(value)
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -138,8 +147,13 @@ class Score:
     details: dict[str, Any] = field(default_factory=dict)  # by reward kind: tests passed and failed, parts of a sum
 
     def __post_init__(self):
-        for name in ("reward", "shaping"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+        try:
+            for name in ("reward", "shaping"):
+                object.__setattr__(self, name, number(getattr(self, name)))
+            if self.correct is not None:
+                object.__setattr__(self, "correct", bool(number(self.correct)))
+        except TypeError as error:
+            raise CodeError(f"Score: {error}: reward and shaping are numbers, correct is True, False or None") from None
         object.__setattr__(self, "reason", str(self.reason or ""))
 
     @property

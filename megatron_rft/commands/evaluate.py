@@ -23,7 +23,7 @@ from megatron_rft.config.rewards import SECTIONS, OwnOptions
 from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.data.prompts import PromptSet
 from megatron_rft.evaluation.cache import EvaluationCache, conditions
-from megatron_rft.evaluation.evaluate import EvalResult, reread, table, write
+from megatron_rft.evaluation.evaluate import EvalResult, reread, table, unjudged, write
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
@@ -52,7 +52,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     check(recipe, starts=True)
     out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
     check_writable(out, "--out")
-    print(table(evaluate_model(recipe, source, out)))
+    results = evaluate_model(recipe, source, out)
+    print("\n".join([table(results), *(unjudged(each.summary()) for each in results if each.errors)]))
     print(f"results and completions: {out}")
     return FINISHED
 

@@ -11,7 +11,7 @@ from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.one_of import OneOf
 from megatron_rft.config.sections import Count, Positive, Section
 
-OF_A_WHOLE = ("on_error", "on_nonfinite")
+OF_A_WHOLE = ("on_error", "max_error_share", "on_nonfinite")
 OF_A_PART = ("weight", "shaping", "name")
 SECTIONS: dict[str, type["RewardOptions"]] = {}  # by `reward.kind`; filled from REWARDS
 
@@ -22,6 +22,8 @@ class RewardOptions(Section):
     kind: str
     on_error: Literal["drop", "stop"] = "drop"
     """If the grader itself fails on a response. drop: leave the response out and count it. stop: end the run."""
+    max_error_share: float = Field(default=0.5, ge=0, le=1)
+    """With on_error: drop, the largest share of a step's responses that may be left out; above it the run ends."""
     on_nonfinite: Literal["drop", "stop"] = "stop"
     """If a reward is NaN or infinite. stop: end the run and name the response. drop: leave the response out."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -50,6 +52,7 @@ class RewardOptions(Section):
                 raise at(place + option, "is for the parts of a sum")
 
     def _check(self):
+        self.unused(self.on_error == "stop", "while on_error is stop", "max_error_share")
         for place, part in self.inside().items():
             for option in OF_A_WHOLE:
                 if part.differs(option):

@@ -26,7 +26,7 @@ from megatron_rft.environments.template import Template, plain
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, request_seed
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.records import Response, Score
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import CodeError, DataError
 
 
 @dataclass
@@ -245,12 +245,18 @@ class Episodes(Engine):
 
     @contextmanager
     def _failing(self, episode: Episode) -> Iterator[None]:
-        """Turn a failure of the environment into a score with an error, which is no reward."""
+        """Turn a failure of the environment into a score with an error, which is no reward.
+
+        Raises:
+            CodeError: the environment returned what can never be used.
+        """
         try:
             yield
-        except (EpisodeFailed, DataError) as error:
+        except (EpisodeFailed, DataError, CodeError) as error:
             number = len(episode.response.turns)
             where = f"environment {self.name}, problem {episode.request.problem.index}, turn {number}"
+            if isinstance(error, CodeError):
+                raise CodeError(f"{where}: {error}") from None
             episode.set(finish_reason="abort", score=Score(0.0, error=f"{where}: {error}"))
 
 

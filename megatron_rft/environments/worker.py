@@ -3,29 +3,26 @@
     python -m megatron_rft.environments.worker SOCKET OPTIONS
 
 The arguments are a file descriptor and the recipe's section as JSON.
-Messages are JSON: {"call": "reset" | "step" | "end", "episode": number, ...}, each answered by {"value": ...} or
-{"error": text}. After an error the episode is gone. The first message out is an answer too: whether the class is there.
+Messages are {"call": "reset" | "step" | "end", "episode": number, ...}. After an error the episode is gone.
+utils/worker_process.py has the form of the answers.
 """
 
-import contextlib
-import dataclasses
 import importlib
 import inspect
 import json
 import math
-import os
 import random
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_rft.environments.base import Environment, Turn
-from megatron_rft.responses import Prompt, Score
+from megatron_rft.responses import Prompt, number
+from megatron_rft.rewards.user_reward import checked_score
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.worker_process import failure, serve
 
 LONGEST = 1 << 20  # characters of an answer
 MADE_BY = {"tools": "tools:ToolEnvironment", "python": "python:PythonEnvironment"}
@@ -63,30 +60,34 @@ class Host:
     def __init__(self, make: Callable[[], Environment]):
         self.make, self.episodes, self.seeds = make, {}, {}
 
-    def answer(self, call: str, episode: int, **arguments: Any) -> str:
+    def answer(self, send: Callable[[dict[str, Any]], None], call: str, episode: int, **arguments: Any) -> None:
         try:
-            return json.dumps({"value": getattr(self, f"_{call}")(episode, **arguments)})
-        except (Exception, SystemExit) as error:
+            send({"value": getattr(self, f"_{call}")(episode, **arguments)})
+        except BaseException as error:  # also sys.exit, which is the code's own
             self.episodes.pop(episode, None)
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            at = "" if isinstance(error, Refused) else f" ({os.path.basename(where.filename)}, line {where.lineno})"
-            return json.dumps({"error": f"{type(error).__name__}: {error}{at}"})
+            send(failure(error))
 
     def _reset(self, episode: int, prompt: dict[str, Any], seed: int) -> list | str:
         self.seeds[episode] = seed, 0
         self._seed(episode)
         self.episodes[episode] = environment = self.make()
-        return checked_text(environment.reset(Prompt(token_ids=(), **prompt), seed) or "", "reset")
+        said = environment.reset(Prompt(token_ids=(), **prompt), seed) or ""
+        return checked_text(said, environment.reset, said)
 
     def _step(self, episode: int, text: str) -> dict[str, Any]:
         self._seed(episode)
-        turn = self.episodes[episode].step(text)
+        step = self.episodes[episode].step
+        turn = step(text)
         if not isinstance(turn, Turn):
-            raise Refused(f"step returned {turn!r:.80}, which is no Turn")
-        checked_text(turn.text, "step")
-        if isinstance(turn.reward, bool | int | float) and math.isfinite(turn.reward):
-            return {"text": turn.text, "reward": float(turn.reward), "done": bool(turn.done)}
-        raise Refused(f"step returned the reward {turn.reward!r:.80}, which is no finite number")
+            raise user_code.broken(step, turn, "return a Turn(text, reward=..., done=...)")
+        checked_text(turn.text, step, turn)
+        try:
+            reward = number(turn.reward)
+        except TypeError:
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise user_code.broken(step, turn, "its reward must be a finite number")
+        return {"text": turn.text, "reward": reward, "done": bool(turn.done)}
 
     def _end(self, episode: int) -> dict[str, Any] | None:
         """Score and close."""
@@ -94,11 +95,7 @@ class Host:
         environment = self.episodes.pop(episode)
         score = environment.score()
         environment.close()
-        if isinstance(score, bool | int | float):
-            score = Score(float(score))
-        if score is not None and not isinstance(score, Score):
-            raise Refused(f"score returned {score!r:.80}, which is neither a Score, a number nor None")
-        return score and dataclasses.asdict(score)
+        return None if score is None else checked_score(score, environment.score)
 
     def _seed(self, episode: int) -> None:
         """Seed the global generators from (episode's seed, call), since the order of episodes depends on timing."""
@@ -109,34 +106,20 @@ class Host:
             numpy.random.seed(random.getrandbits(32))
 
 
-class Refused(ValueError):
-    """An answer that cannot be used."""
-
-
-def checked_text(text: Any, call: str) -> Any:
-    """A text, or a list of messages; not too long."""
+def checked_text(text: Any, method: Callable[..., Any], returned: Any) -> Any:
+    """A text, or a list of messages, of what a method returned; not too long."""
     try:
+        json.dumps(text, ensure_ascii=False).encode()
         length = len(text if isinstance(text, str) else "".join(each["role"] + each["content"] for each in text))
-    except (TypeError, KeyError):
-        what = f"{call} returned the text {text!r:.80}, which is neither a text nor a list of messages"
-        raise Refused(what) from None
+    except UnicodeEncodeError:
+        raise user_code.broken(method, returned, user_code.SURROGATE) from None
+    except (TypeError, KeyError, ValueError):
+        form = 'a text or a list of {"role": ..., "content": text} is needed'
+        raise user_code.broken(method, returned, form) from None
     if length > LONGEST:
-        raise Refused(f"{call} returned {length} characters, and {LONGEST} are allowed")
+        raise ValueError(f"{method.__name__} returned {length} characters, and {LONGEST} are allowed")
     return text
 
 
-def main(connection: Connection, options: dict[str, Any]) -> None:
-    try:
-        host = Host(maker(**options))
-    except Exception as error:
-        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        connection.send_bytes(json.dumps({"error": what}).encode())
-        return
-    connection.send_bytes(b'{"value": null}')
-    with contextlib.suppress(EOFError):
-        while True:
-            connection.send_bytes(host.answer(**json.loads(connection.recv_bytes())).encode())
-
-
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))
+    serve(lambda **options: Host(maker(**options)).answer)

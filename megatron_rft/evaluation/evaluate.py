@@ -18,6 +18,7 @@ from megatron_rft.evaluation.cache import EvaluationCache, completions_file, lin
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward, finite, scored
+from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.files import read_json, read_json_lines
 
 
@@ -61,6 +62,7 @@ class EvalResult:
     seed: int
     completions: list[Completion]
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> problems that were not evaluated
+    first_error: str | None = None
 
     def summary(self) -> dict[str, Any]:
         """Everything but the completions, ready for JSON."""
@@ -118,6 +120,9 @@ def evaluate(
         rank: None if this rank has no engine.
         batch: prompts that are submitted to the engine together.
         cache: completions of an earlier start; stores the new ones.
+
+    Raises:
+        RunFailed: the grader failed on every response.
     """
     mine = [] if rank is None else prompts[rank::world]
     done = cache.completions if cache else {}
@@ -132,7 +137,16 @@ def evaluate(
     everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
     samples = sampler.samples
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
-    return summarise(everything, name, samples, sampler.sampling.temperature, sampler.seed)
+    result = summarise(everything, name, samples, sampler.sampling.temperature, sampler.seed)
+    if result.errors == len(everything) > 0:
+        raise RunFailed(unjudged(result.summary()))
+    return result
+
+
+def unjudged(summary: dict[str, Any]) -> str:
+    """The note about an evaluation whose grader failed on some responses."""
+    name, failed, count = summary["name"], summary["errors"], summary["problems"] * summary["samples"]
+    return f"{name}: {failed} of {count} answers could not be judged; no accuracy has them. {summary['first_error']}"
 
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
@@ -159,6 +173,7 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         temperature=temperature,
         seed=seed,
         completions=completions,
+        first_error=next((f"Problem {each.problem}: {each.error}" for each in completions if each.error), None),
     )
 
 

@@ -16,6 +16,7 @@ class Reward(ABC):
     # What to do with a response whose grader failed, and with a reward that is NaN or infinite. "drop": leave it out of
     # the batch and of the statistics of rewards, and count it. "stop": end the run.
     on_error = "drop"
+    max_error_share = 0.5  # of a step's responses that "drop" may leave out; above it the run ends
     on_nonfinite = "stop"
 
     @abstractmethod
@@ -45,6 +46,23 @@ def scored(reward: Reward, prompts: Sequence[Prompt], texts: list[str], response
     graded = reward([prompts[i] for i in missing], [texts[i] for i in missing]) if missing else []
     found = dict(zip(missing, graded, strict=True))
     return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
+
+
+def check_share(errors: Sequence[tuple[Prompt, str]], count: int, reward: Reward, when: str) -> None:
+    """Check that not too many of `count` responses have no score. `errors`: the problem and the reason of each.
+
+    Raises:
+        RunFailed: some have none and reward.on_error is "stop", or more than reward.max_error_share, or all.
+    """
+    share = 0.0 if reward.on_error == "stop" else reward.max_error_share
+    if len(errors) <= min(share * count, count - 1):
+        return
+    prompt, reason = errors[0]
+    option = "reward.on_error=stop" if reward.on_error == "stop" else f"reward.max_error_share={share:g}"
+    raise RunFailed(
+        f"{when}: the grader failed on {len(errors)} of {count} responses ({option}), first on problem {prompt.index} "
+        f"({prompt.text[:80]!r}): {reason}"
+    )
 
 
 def finite(score: Score, reward: Reward, when: str, prompt: Prompt, sample: int, text: str) -> Score:

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from megatron_rft.config.rewards import REWARDS, RewardOptions
+from megatron_rft.config.rewards import OF_A_WHOLE, REWARDS, RewardOptions
 from megatron_rft.rewards.base import Reward
 
 
@@ -13,7 +13,8 @@ def build(section: RewardOptions) -> Reward:
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
     own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
     reward = make(**{option: _option(section, option) for option in own})
-    reward.on_error, reward.on_nonfinite = section.on_error, section.on_nonfinite
+    for option in OF_A_WHOLE:
+        setattr(reward, option, getattr(section, option))
     return reward
 
 

@@ -1,14 +1,16 @@
 """Uses a function of the user as a reward: of one prompt and text, or of lists of them."""
 
 import inspect
+import json
 import math
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import asdict
 from typing import Any
 
-from megatron_rft.responses import Prompt, Score
+from megatron_rft.responses import Prompt, Score, number
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils import user_code
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import CodeError, ConfigError
 
 OPTION = "reward.function"
 ATTEMPTS = 2
@@ -43,8 +45,8 @@ class UserReward(Reward):
         if isinstance(results, Score) and results.error is not None:
             return [results] * len(texts)
         if not isinstance(results, Sized) or len(results) != len(texts):
-            problem = f"{self.name}: gave {results!r:.80} for {len(texts)} responses, not a list of as many"
-            return [Score(0.0, error=problem)] * len(texts)
+            fix = f"return a list of {len(texts)} numbers or Scores, one for each response"
+            raise user_code.broken(self.function, results, fix)
         return [self._score(result) for result in results]
 
     def _called(self, *arguments: Any) -> Any:
@@ -52,14 +54,32 @@ class UserReward(Reward):
         for _ in range(ATTEMPTS):
             try:
                 return self.function(*arguments)
+            except CodeError:
+                raise
             except Exception as error:
                 failed = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
         return failed
 
     def _score(self, result: Any) -> Score:
-        if isinstance(result, Score):
-            return result
-        try:
-            return Score(float(result))
-        except (TypeError, ValueError):
-            return Score(0.0, error=f"{self.name}: gave {result!r:.80}, which is neither a number nor a Score")
+        return Score(**checked_score(result, self.function))
+
+
+def checked_score(result: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The fields of the `Score` or number that a function returned, ready for JSON. Raises CodeError."""
+    try:
+        score = result if isinstance(result, Score) else Score(number(result))
+        words = json.dumps(asdict(score), ensure_ascii=False, default=_plain)
+        words.encode()
+    except UnicodeEncodeError:
+        raise user_code.broken(function, result, user_code.SURROGATE) from None
+    except (TypeError, ValueError):
+        fix = "return a number or a Score; its reason is a text, its details are numbers, texts, lists and dicts"
+        raise user_code.broken(function, result, fix) from None
+    return json.loads(words)
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and arrays, and tensors, as Python's."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(value)
+    return value.tolist()

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, Generate, Group, Request, Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate, flat
-from megatron_rft.rewards.base import Reward, finite, scored
+from megatron_rft.rewards.base import Reward, check_share, finite, scored
 from megatron_rft.rollout import refiner as refinement
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 from megatron_rft.rollout.routes import RouteStore
-from megatron_rft.utils.errors import RunFailed
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,10 @@ class Sampler:
         Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version
         that any response started with.
         """
+        rollouts = [rollout for each in rounds for rollout in each.rollouts]
+        check_share(ungraded(rollouts), len(rollouts), self.reward, f"step {step}")
         kept = self._kept(rounds)
         groups = groups_in(kept)
-        rollouts = [rollout for each in rounds for rollout in each.rollouts]
         rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
         oldest = min(rollout.response.weight_version for rollout in rollouts if len(rollout.response.token_ids))
         result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
@@ -201,13 +201,9 @@ class Sampler:
         rollouts.sort(key=lambda rollout: rollout.key)
         when = f"step {step}"
         rollouts = [replace(r, score=finite(r.score, self.reward, when, r.prompt, r.sample, r.text)) for r in rollouts]
-        failed = [rollout for rollout in rollouts if rollout.score.error is not None]
-        if failed and (self.reward.on_error == "stop" or len(failed) == len(rollouts)):
-            worst = failed[0]  # all ranks have the same rollouts, so all of them stop
-            raise RunFailed(
-                f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
-                f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
-            )
+        failed = ungraded(rollouts)  # the same on all ranks, so all of them stop
+        if self.reward.on_error == "stop" or len(failed) == len(rollouts):
+            check_share(failed, len(rollouts), self.reward, when)
         if self.refiner and self.reward.on_error == "stop":
             refinement.check(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
@@ -300,6 +296,11 @@ def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]
         return usable
     kept = iter(keep(to_batch([each for each, fine in zip(group, usable, strict=True) if fine])).tolist())
     return [fine and next(kept) for fine in usable]
+
+
+def ungraded(rollouts: list[ScoredResponse]) -> list[tuple[Prompt, str]]:
+    """The problem and the error of each response without a score."""
+    return [(each.prompt, each.score.error) for each in rollouts if each.score.error is not None]
 
 
 def groups_in(batches: list[Batch]) -> int:

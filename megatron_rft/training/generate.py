@@ -25,26 +25,25 @@ from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference import weight_sync
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
+from megatron_rft.rewards.base import check_share
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
-from megatron_rft.utils.errors import FINISHED, DataError, RunFailed
+from megatron_rft.utils.errors import FINISHED, DataError
 
 
 def answers(sampler: GradedSampler, prompts: list[Prompt]) -> list[Trajectory]:
     """Graded responses to all `prompts`.
 
     Raises:
-        RunFailed: the grader failed and reward.on_error is "stop".
+        RunFailed: the grader failed on more of them than the recipe allows.
     """
-    maximum = sampler.reward.maximum
-    trajectories = [_trajectory(*each, maximum) for each in sampler(prompts, "generate")]
-    failed = [each for each in trajectories if each.error is not None]
-    if failed and sampler.reward.on_error == "stop":
-        raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
-    return trajectories
+    graded = sampler(prompts, "generate")
+    failed = [(prompt, score.error) for prompt, *_, score in graded if score.error is not None]
+    check_share(failed, len(graded), sampler.reward, "generate")
+    return [_trajectory(*each, sampler.reward.maximum) for each in graded]
 
 
 def _trajectory(prompt: Prompt, sample: int, response: Response, text: str, score: Score, maximum: float) -> Trajectory:

@@ -14,6 +14,7 @@ from megatron_rft.config import Model, Recipe
 from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
+from megatron_rft.evaluation.evaluate import unjudged
 from megatron_rft.launching.ranks import PARENT
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import Checkpointer
@@ -138,12 +139,19 @@ class TrainingRun:
         metrics, test = {}, None
         with self.phases("evaluation"):
             if self.recipe.validates:
-                metrics |= accuracy("evaluation", self.evaluator("validation", 0))
+                metrics |= accuracy("evaluation", self._evaluated("validation", 0))
             if self.recipe.data.test:
-                test = self.evaluator("test", 0)
+                test = self._evaluated("test", 0)
                 metrics |= accuracy("test", test)
         self.tracker.log(0, metrics | self.phases.take())
         return test
+
+    def _evaluated(self, part: str, step: int) -> dict[str, float]:
+        """The result of an evaluation, with a note if the grader failed on some answers."""
+        result = self.evaluator(part, step)
+        if result["errors"]:
+            self.tracker.note(unjudged(result))
+        return result
 
     # ---- one step
 
@@ -187,7 +195,7 @@ class TrainingRun:
         if not self.evaluation_due(step):
             return {}
         with self.phases("evaluation"):
-            summary = self.evaluator("validation", step)
+            summary = self._evaluated("validation", step)
         if self.best:
             self.best.judge(summary["pass_at_1"], step)
             if self.best.exhausted:
@@ -242,7 +250,7 @@ class TrainingRun:
         if self.recipe.data.test:
             publish(step, True)
             with self.phases("evaluation"):
-                after = self.evaluator("test", self.total_steps)
+                after = self._evaluated("test", self.total_steps)
         actor = self.models.actor
         weights.save_folder(
             actor.stream(), self.folder / "export", actor.hf_config, tokenizer_folder(self.recipe.model)

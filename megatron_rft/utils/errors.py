@@ -27,6 +27,10 @@ class DataError(UserError):
     """A data set, a tokenizer or a model folder is not what the recipe says."""
 
 
+class CodeError(UserError):
+    """What the user's code returned can never be used. No retry would help, so it ends the run."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot continue (numerical failure, a dead process). The message says what was saved, and where."""
 

@@ -5,14 +5,21 @@ A file's path is relative to the working directory, which is also searched for m
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rft.utils.errors import ConfigError, did_you_mean
+from megatron_rft.utils.errors import CodeError, ConfigError, did_you_mean
+
+SURROGATE = "it has half of a surrogate pair, which no file and no tokenizer takes: leave it out"
+STDLIB, LIBRARY = sysconfig.get_path("stdlib"), "site-packages"
 
 
 def load(named: str, option: str) -> Any:
@@ -29,6 +36,26 @@ def load(named: str, option: str) -> Any:
         hint = did_you_mean(name, (known for known in vars(imported) if not known.startswith("_")))
         raise ConfigError(f"{option}: {module} has no {name}.{hint}")
     return getattr(imported, name)
+
+
+def place(error: BaseException) -> str:
+    """The last line of the user's code that raised, for messages: the last frame outside of the standard library and
+    installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not (LIBRARY in each.filename or each.filename.startswith((STDLIB, "<")))]
+    last = (own or frames)[-1]
+    return f"{os.path.basename(last.filename)}, line {last.lineno}"
+
+
+def defined(function: Callable[..., Any]) -> str:
+    """Where a function is defined, for messages."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}" if code else repr(function)
+
+
+def broken(function: Callable[..., Any], value: Any, fix: str) -> CodeError:
+    """The error of a function or a method that returned `value`."""
+    return CodeError(f"{function.__name__} ({defined(function)}) returned {value!r:.80}: {fix}")
 
 
 def source(named: str) -> Path | None:
@@ -54,7 +81,7 @@ def _import(module: str, option: str) -> ModuleType:
         return _import_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) else None
         if lacks and module.split(".")[0] == lacks.split(".")[0]:
             raise ConfigError(

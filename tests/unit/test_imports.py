@@ -13,7 +13,7 @@ BELOW = {"records", "responses", "utils", "families", "config", "plan"}
 ALLOWED = {
     "utils": set(),
     "records": {"responses"},
-    "responses": set(),
+    "responses": {"utils"},
     "families": {"utils"},
     "config": {"utils"},
     "plan": {"utils", "families", "config"},
@@ -53,6 +53,8 @@ WITHOUT_TORCH = {
     "environments/base",
     "environments/worker",
     "environments/process",
+    "rewards/base",
+    "rewards/user_reward",
     "responses",
     "utils",
     "families",

@@ -1,5 +1,6 @@
 """Episodes of a real engine with environments in real processes: tokens stay as sampled, faults cost one episode."""
 
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
-from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.errors import CodeError, ConfigError, RunFailed
 from tests.made import WholeStep
 from tests.unit.inference.tiny import build_engine, build_model
 from tests.unit.rollout.test_sampler import strict
@@ -135,12 +136,37 @@ FAULTS = {
     "dies": "its process was killed by SIGKILL",
     "closes": "its process closed its connection",
     "long": "10000000 characters",
-    "bytes": "neither a text nor a list of messages",
-    "no content": "neither a text nor a list of messages",
-    "no JSON": "TypeError: Object of type set is not JSON serializable",
-    "nan": "the reward nan",
-    "no turn": "step returned 'A', which is no Turn",
+    "interrupts": "KeyboardInterrupt:  (worlds.py, line",
 }
+FORM = 'a text or a list of {"role": ..., "content": text} is needed'
+BROKEN = {
+    "bytes": "Turn(text=b'no text', reward=0.0, done=False): " + FORM,
+    "none": "Turn(text=None, reward=0.0, done=False): " + FORM,
+    "no role": "Turn(text=[{'content': 'A'}], reward=0.0, done=False): " + FORM,
+    "parts": "Turn(text=[{'role': 'user', 'content': [{'type': 'text', 'text': 'A'}]}], r: " + FORM,
+    "no JSON": "Turn(text=[{'role': 'user', 'content': 'A', 'seen': {1, 2}}], reward=0.0, done=F: " + FORM,
+    "surrogate": r"Turn(text='\ud800 x', reward=0.0, done=False): it has half of a surrogate pair",
+    "nan": "Turn(text='A', reward=nan, done=False): its reward must be a finite number",
+    "words": "Turn(text='A', reward='1.0', done=False): its reward must be a finite number",
+    "no turn": "'A': return a Turn(text, reward=..., done=...)",
+    "tuple": "('A', 1.0, True): return a Turn(text, reward=..., done=...)",
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_can_never_be_used_ends_the_run(play, fault):
+    with pytest.raises(CodeError) as error:
+        responses(play(count=1), requests(fault=fault, fault_at=1))
+    where = r"environment Echo, problem 1\d, turn 1: step \(worlds.py, line \d+\) returned "
+    assert re.fullmatch(where + re.escape(BROKEN[fault]) + ".*", str(error.value)), error.value
+
+
+def test_numbers_of_numpy_are_numbers(play):
+    found = responses(play("Numpy"), requests(count=1))
+    for response in found[0]:
+        heard = not response.said[0].startswith("[")
+        assert response.score == Score(0.5) and response.turns[0][2] == float(heard), response
+    assert any(response.turns[0][2] for response in found[0])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -188,9 +214,7 @@ def test_an_episode_that_reaches_its_limit_ends_as_length(play):
     assert all(end - first <= 2 for group in found.values() for each in group for first, end, _ in each.turns)
 
 
-@pytest.mark.parametrize(
-    "fault, message", [("raises", "LookupError"), ("dies", "SIGKILL"), ("no turn", "score returned")]
-)
+@pytest.mark.parametrize("fault, message", [("raises", "LookupError"), ("dies", "SIGKILL"), ("exits", "SystemExit")])
 def test_a_fault_at_the_score_drops_the_episode(play, fault, message):
     found = responses(play(), requests(count=1, fault=fault, fault_at="score", rounds=1))
     for response in found[0]:
@@ -209,7 +233,7 @@ def test_a_class_that_is_not_there(play):
 @pytest.mark.parametrize("code", STARTS)
 def test_a_file_that_cannot_be_loaded_is_no_fault_of_an_episode(tmp_path, monkeypatch, code):
     (tmp_path / "broken.py").write_text(code)
-    monkeypatch.setattr("megatron_rft.environments.process.START_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr("megatron_rft.utils.worker_process.START_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
     options = {"kind": "own", "episode": f"{tmp_path}/broken.py:Echo"}
     processes = EnvironmentProcesses(options, 1, 20.0, tmp_path / "log")
     with pytest.raises(ConfigError, match=f"environment: .*{STARTS[code]}"):
@@ -322,14 +346,17 @@ def test_a_batch_of_episodes(play):
 
 
 def test_failed_environments_drop_a_response_or_stop_the_run(play):
-    faulty = drawn(fault="raises", fault_at=2)
-    sampled = sampler(play(), Half()).sample(faulty, 4, step=0)
+    faulty, lenient = drawn(fault="raises", fault_at=2), Half()
+    lenient.max_error_share = 1.0
+    sampled = sampler(play(), lenient).sample(faulty, 4, step=0)
     errors = sampled.metrics["reward/grader_errors"]
     assert 0 < errors < 12 and len(sampled.batch) == 12 - errors
     assert sampled.metrics["environment/errors"] == errors
     assert all(len(each.response.turns) > 1 for each in sampled.rollouts if each.score.error)
     with pytest.raises(RunFailed, match="environment Echo, problem 1., turn 2: LookupError"):
         sampler(play(), strict(Half())).sample(faulty, 4, step=0)
+    with pytest.raises(RunFailed, match=rf"failed on {errors} of 12 responses \(reward.max_error_share=0.5\)"):
+        sampler(play(), Half()).sample(faulty, 4, step=0)
 
 
 def test_an_environment_that_fails_before_the_first_turn(play, engine):

@@ -5,6 +5,8 @@ import random
 import signal
 import time
 
+import numpy as np
+
 from megatron_rft.environments import Environment, Prompt, Score, Turn
 
 
@@ -39,16 +41,28 @@ class Echo(Environment):
                 time.sleep(60)
             case "long":
                 return Turn("x" * 10_000_000)
+            case "interrupts":
+                raise KeyboardInterrupt
             case "bytes":
                 return Turn(b"no text")
-            case "no content":
-                return Turn([{"role": "user", "content": ["A"]}])
+            case "none":
+                return Turn(None)
+            case "no role":
+                return Turn([{"content": "A"}])
+            case "parts":
+                return Turn([{"role": "user", "content": [{"type": "text", "text": "A"}]}])
             case "no JSON":
                 return Turn([{"role": "user", "content": "A", "seen": {1, 2}}])
+            case "surrogate":
+                return Turn("\ud800 x")
             case "nan":
                 return Turn("A", reward=float("nan"))
+            case "words":
+                return Turn("A", reward="1.0")
             case "no turn":
                 return "A"
+            case "tuple":
+                return "A", 1.0, True
 
     def score(self) -> Score | None:
         if self.fields.get("fault_at") == "score":
@@ -69,6 +83,16 @@ class Random(Echo):
 
     def step(self, text: str) -> Turn:
         return Turn(random.choice("CDEFGH"))
+
+
+class Numpy(Echo):
+    """Answers with numpy's numbers."""
+
+    def step(self, text: str) -> Turn:
+        return Turn("C", reward=np.float32(1.0), done=np.bool_(True))
+
+    def score(self) -> np.float32:
+        return np.float32(0.5)
 
 
 class Fails(Echo):

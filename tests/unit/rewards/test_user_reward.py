@@ -3,9 +3,10 @@ import pytest
 from megatron_rft.config.rewards import OwnOptions, SumOptions
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.registry import build
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import CodeError, ConfigError
 
 CODE = """
+import numpy as np
 from megatron_rft.records import Score
 calls = []
 def right(prompt, text):
@@ -32,6 +33,16 @@ class Later:
     async def __call__(self, prompt, text):
         return 1.0
 later_too = Later()
+def words(prompt, text):
+    return Score("1.0")
+def surrogate(prompt, text):
+    return Score(1.0, reason="\\ud800")
+def a_set(prompt, text):
+    return Score(1.0, details={"seen": {1, 2}})
+def numpys(prompt, text):
+    return Score(np.float32(1), correct=np.bool_(True), details={"parts": np.ones(2) * [1, 2], "n": np.int64(3)})
+def numpy(prompt, text):
+    return np.float16(0.5)
 """
 PROMPT = Prompt(0, (1,), "2+2=", "4")
 
@@ -55,15 +66,34 @@ def test_what_fails_is_an_error_and_no_zero(rewards):
     (score,) = broken([PROMPT], ["x"])
     assert score.error == "mine.py:broken: ZeroDivisionError: division by zero"
     assert broken.function.__globals__["calls"] == ["x", "x"]  # asked again
-    assert "gave None, which is neither a number nor a Score" in rewards("odd")([PROMPT], ["x"])[0].error
+
+
+ODD = {
+    "odd": r"odd \(mine.py, line 12\) returned None: return a number or a Score",
+    "words": r"Score: '1.0' is no number: reward and shaping are numbers",
+    "surrogate": r"surrogate \(mine.py, line 31\) returned Score\(.* half of a surrogate pair",
+    "a_set": r"a_set \(mine.py, line 33\) returned Score\(.* its details are numbers, texts, lists and dicts",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_can_never_be_used_ends_the_run(rewards, name):
+    with pytest.raises(CodeError, match=ODD[name]):
+        rewards(name)([PROMPT], ["x"])
+
+
+def test_numbers_of_numpy_are_numbers(rewards):
+    (score,) = rewards("numpys")([PROMPT], ["x"])
+    assert score == Score(1.0, correct=True, details={"parts": [1.0, 2.0], "n": 3}) and score.correct is True
+    assert rewards("numpy")([PROMPT], ["x"]) == [Score(0.5)]
 
 
 def test_a_function_of_lists_is_called_once(rewards):
     many = rewards("many")
     assert many([PROMPT, PROMPT], ["it is 4", "no"]) == [Score(1.0), Score(0.0)]
     assert many.function.__globals__["calls"] == [2]
-    scores = rewards("few")([PROMPT, PROMPT], ["", ""])
-    assert [each.error for each in scores] == ["mine.py:few: gave [1.0] for 2 responses, not a list of as many"] * 2
+    with pytest.raises(CodeError, match="few .* returned .1.0.: return a list of 2 numbers or Scores"):
+        rewards("few")([PROMPT, PROMPT], ["", ""])
     scores = rewards("broken_list")([PROMPT, PROMPT], ["", ""])
     assert [each.error for each in scores] == ["mine.py:broken_list: ZeroDivisionError: division by zero"] * 2
 
