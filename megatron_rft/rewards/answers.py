@@ -23,12 +23,13 @@ JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "it
 JOINING |= {"dots", "ldots", "cdots", "quad", "qquad"}
 ADVERB = r"\s*(?:therefore|thus|then|simply|just|also|now|indeed|actually|exactly|equal to)?\s*"
 MARK = re.compile(
-    r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
-    rf"(?:\b(?:is|are|was|be|equals|becomes)\b{ADVERB}[:=]?|:|=)",
+    r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\b"
+    r"(?:ans(?:wers?)?|respuestas?|soluci[óo]n|resultado)\b(?:[^.\n=:]|\.\d){0,80}?"
+    rf"(?:\b(?:is|are|was|be|equals|becomes|es|son)\b{ADVERB}[:=]?|:|=)|(?:答案?|结果)(?:应?该?[是为]|[*\s]*[:：])+",
     re.IGNORECASE | re.MULTILINE,
 )
 END = (
-    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b"
+    r"。|\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b"
     r"|, (?=(?:and|the) [^.\n]*\bis\b)"
 )
 VERB = re.compile(
@@ -130,8 +131,8 @@ def _masked(text: str) -> str:
 def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
-        rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n").removeprefix("that ")
-        if not DENIED.search(match[0]) and (found := _value(_clauses(rest)[0], words=5)):
+        rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n：").removeprefix("that ")
+        if not (DENIED.search(match[0]) or " no " in match[0]) and (found := _value(_clauses(rest)[0], words=5)):
             return found
     return None
 

@@ -12,7 +12,8 @@ BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 STATED = re.compile(
     r"(?:\b(?:answer|(?:correct|right|best|final|my) (?:option|choice))\b[*_]*(?:\s+(?:is|should be|must be|would be))?"
     r"(?:\s+(?:therefore|thus|hence|then|clearly|indeed|(?:most )?likely)\b)?"
-    r"|\b(?:i choose|choose|it's|it is)\b|答案是?)\s*[:：=]?[*_\s]*(?:(?:option|choice)\b)?",
+    r"|\b(?:i choose|choose|it's|it is)\b|答案[是为]?|respuesta(?: correcta| final)?(?:\s+es)?\b)"
+    r"\s*[:：=]?[*_\s]*(?:(?:option|choice)\b)?",
     re.IGNORECASE,
 )
 # Within tags or a box: what may precede the letter.
@@ -29,7 +30,7 @@ OPTION = re.compile(
 )
 # Another letter behind it: "A or B", "A, B", "A. B. C."; not the words A and I.
 ANOTHER = re.compile(
-    r"(?:(?:[,/&|(]|\b(?i:or|and|also|as well as|maybe|perhaps|possibly|otherwise|else|unless|except|if)\b)"
+    r"(?:(?:[,/&|(]|\b(?i:or|o|and|also|as well as|maybe|perhaps|possibly|otherwise|else|unless|except|if)\b)"
     r"\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
     r"(?=[\s.,:;)/*$}\]]|\Z)(?!\s*[=<>+])"
 )

@@ -40,6 +40,7 @@ PYTHON = ("python", "python3", "py", "py3")
 # Possessive, and with a bound, because the time of a search may not grow with the square of the line's length.
 OPENING = re.compile(r"^(?P<indent>[ \t>]*+).{0,1000}?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+#.-]*+)[^`\n]*+$")
 MOST_ENDS = 20  # fences that are tried as the end of a block
+MOST_PARSED = 200  # of all blocks; beyond, a block ends at its first fence
 SHOWN = 400  # characters of an input or output in a reason
 
 
@@ -169,18 +170,19 @@ def last_program(text: str) -> str | None:
 
 def fenced(text: str) -> list[tuple[str, str]]:
     """Return (language, content) of the blocks between fences of ``` or ~~~, which may be indented or quoted."""
-    lines, blocks, place = text.splitlines(keepends=True), [], 0
+    lines, blocks, place, parsed = text.splitlines(keepends=True), [], 0, 0
     while place < len(lines):
         opening = OPENING.search(lines[place])
         place += 1
         if opening is None:
             continue
         closing = (k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"]))
-        ends = list(islice(closing, MOST_ENDS)) or [len(lines)]
+        ends = list(islice(closing, MOST_ENDS if parsed < MOST_PARSED else 1)) or [len(lines)]
         bodies = [_unindented(lines[place:end], opening["indent"]) for end in ends]
         language = opening["language"].lower()
         # A fence may stand within a text of the program: the first that leaves Python is the end.
         chosen = 0 if language not in (*PYTHON, "") else next((k for k, body in enumerate(bodies) if _parses(body)), 0)
+        parsed += chosen or len(ends) * (language in (*PYTHON, ""))
         blocks.append((language, bodies[chosen]))
         place = ends[chosen] + 1
     return blocks

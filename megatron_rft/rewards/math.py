@@ -84,8 +84,8 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
         raise ValueError("the reference answer is empty")
     if WHOLE.fullmatch(reference) and WHOLE.fullmatch(answer):  # nothing to read: most answers are such
         return int(reference) == int(answer)
-    ours, theirs = ([each.text for each in tokens(text)[0]] for text in (reference, answer))
-    if ours == theirs and ours:
+    (ours, coin), (theirs, other) = map(texts, (reference, answer))
+    if ours == theirs and ours and (coin == other or not coin or not other):
         return True
     letter = "".join(ours).strip("()")
     if len(letter) == 1 and letter.isupper() and (chosen := option(answer.strip(), alone=True)):
@@ -98,6 +98,12 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
     wanted, got = parameters(*trees)
     right = same(wanted, got, bool(ASKS_PERCENT.search(question)))
     return right and not disguised(wanted, counted(wanted, got), question)
+
+
+def texts(answer: str) -> tuple[list[str], str]:
+    """The texts of an answer's tokens, and its currency."""
+    found, currency = tokens(answer)
+    return [each.text for each in found], currency
 
 
 def vote(answer: str) -> str:

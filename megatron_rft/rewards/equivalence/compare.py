@@ -10,9 +10,9 @@ x = 3         the value 3 where the reference has no equation; else the same equ
 import re
 
 from megatron_rft.rewards.equivalence import values
-from megatron_rft.rewards.equivalence.reader import is_name
+from megatron_rft.rewards.equivalence.reader import EMPTY, is_name
 from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times, value_of
-from megatron_rft.rewards.equivalence.units import LETTERS, measure
+from megatron_rft.rewards.equivalence.units import LETTERS, measures
 
 ASKS_PERCENT = re.compile(r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|\\?%)", re.IGNORECASE)
 UNIT_SYMBOLS = {DEGREE, *(("s", letter) for letter in LETTERS)}
@@ -90,11 +90,11 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
         if got[0] != "n" or ours[0] != "unit" or "-" not in ours[2]:  # 2m is a product, not 2 m/s
             return None
     ours, theirs = (each if each[0] == "unit" else ("unit", each, "") for each in (ours, theirs))
-    one, other = (measure(each[2]) if each[2] else None for each in (ours, theirs))
-    if one is None or other is None or one == other:
+    one, other = (measures(each[2]) if each[2] else [] for each in (ours, theirs))
+    if not one or not other or one == other:
         return same(ours[1], theirs[1], percent)
-    scaled = (times(each[1], ("n", Numeral(size))) for each, (_, size) in ((ours, one), (theirs, other)))
-    return one[0] == other[0] and values.equal(*scaled)
+    pairs = [(a, b) for what, a in one for another, b in other if what == another]
+    return any(values.equal(times(ours[1], ("n", Numeral(a))), times(theirs[1], ("n", Numeral(b)))) for a, b in pairs)
 
 
 def measured(tree: Tree) -> Tree:
@@ -126,10 +126,15 @@ def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare lists, sets and unions in any order."""
     if not {wanted[0], got[0]} & {",", "{}", "u"}:
         return None
+    if _nested(wanted) != _nested(got):
+        return False
     ours, theirs = (list(each[1:]) if each[0] in (",", "{}", "u") else [each] for each in (wanted, got))
     names = {each[2] for each in ours if each[0] == "="}
     if len(names) == len(ours) and not any(each[0] == "=" for each in theirs):  # 1, 2 for x = 1, y = 2
         return _in_order([each[-1] for each in ours], theirs if len(theirs) > 1 else members(got))
+    named = {each[2]: each[-1] for each in theirs if each[0] == "=" and is_name(each[2])}
+    if wanted[:3] == ("()", "(", ")") and len(named) == len(theirs) > 1:  # x = 1, y = 2 for (1, 2)
+        return _in_order(list(wanted[3:]), [named[name] for name in sorted(named)])
     if {wanted[0], got[0]} == {",", "()"}:  # (3, 5) for 3, 5
         return wanted[0] == "," and wanted[1][0] != "()" and _in_order(members(wanted), members(got))
     for each in ours:
@@ -140,16 +145,38 @@ def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     return not theirs
 
 
+def _nested(tree: Tree) -> bool:
+    """Whether a set has sets as members: \\{\\emptyset\\} is not \\emptyset, \\{3\\} is 3."""
+    return tree[0] == "{}" and any(each == EMPTY or each[0] == "{}" for each in tree[1:])
+
+
 def _in_order(ours: list[Tree], theirs: list[Tree]) -> bool:
     return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
 def _ordered(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare points, intervals, matrices, remainders and relations, part by part; 3:5 and 204_5 as written."""
+    wanted, got = _distributed(wanted), _distributed(got)
     kinds = {wanted[0], got[0]}
     if not kinds & {"()", "matrix", "row", "<", "in"}:
         return False if wanted[:2] == got[:2] and wanted[1] in (":", "base") else None
-    if len(kinds) > 1 or (len(wanted) == 5 and wanted[1:3] != got[1:3] and kinds == {"()"}):
+    brackets = wanted[1:3] == got[1:3] or "" in (wanted[1], got[1])  # a column has none
+    if len(kinds) > 1 or (len(wanted) == 5 and kinds == {"()"} and not brackets):
         return False
     ours, theirs = ([each for each in tree[1:] if isinstance(each, tuple)] for tree in (wanted, got))
     return _in_order(ours, theirs) and (wanted[0] != "<" or wanted[1] == got[1])
+
+
+def _distributed(tree: Tree) -> Tree:
+    """Multiply the entries of the one matrix or vector of a product by its other factors."""
+    inner = [each for each in tree[1:] if tree[0] == "*" and each[0] in ("matrix", "()")]
+    if len(inner) != 1:
+        return tree
+    scale = times(*(each for each in tree[1:] if each != inner[0]))
+    return _scaled(inner[0], scale)
+
+
+def _scaled(tree: Tree, scale: Tree) -> Tree:
+    if tree[0] not in ("matrix", "row", "()"):
+        return times(scale, tree)
+    return (tree[0], *(each if isinstance(each, str) else _scaled(each, scale) for each in tree[1:]))

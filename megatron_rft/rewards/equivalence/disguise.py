@@ -31,12 +31,17 @@ PROSE = re.compile(
 )
 WRITES_ANOTHER = re.compile("decimal|percent|mixed|fraction")
 LOGARITHMS = {"ln", "log", "lg"}
+COUNTS = {"binom", "!"}  # polynomials and quotients as well
+ROOTS = {"abs", "root"}
 SIZES = {"operations", "symbols", "sizes", "arithmetic"}
 MOST = 60  # formulas of a question
 
 
 def disguised(wanted: Tree, got: Tree, question: str) -> bool:
     """Whether an answer with the reference's value is none."""
+    if got[0] == "*" and wanted[0] in ("matrix", "()"):  # 2 A, unless the question has A
+        given = [each for formula in formulas(question) for each in nodes(formula)]
+        return any(each in given for each in got[1:] if each[0] == wanted[0])
     ours, theirs = members(wanted), members(got)
     partners = [next((k for k in ours if same(value_of(k), value_of(each))), ours[0]) for each in theirs]
     return any(_disguised(one, other, question) for one, other in zip(partners, theirs, strict=True))
@@ -49,7 +54,7 @@ def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
     if is_number(goal):
         quotient = values.is_whole(goal) and any(each[0] == "^" and each[2] == MINUS for each in nodes(tree))
         return not is_numeral(tree) or quotient or _is_calculation(tree, question)
-    if _functions(tree) - _functions(goal) or values.symbols(tree) - values.symbols(goal):
+    if _functions(tree) - _functions(goal) - COUNTS or values.symbols(tree) - values.symbols(goal):
         return True
     ours, theirs = measure(goal), measure(tree)
     undone = theirs["arithmetic"] and not ours["arithmetic"]
@@ -64,7 +69,7 @@ def formulas(question: str) -> list[Tree]:
     found: dict[Tree, None] = {}
     for text in list(dict.fromkeys(each.strip(" .:,;\n") for each in texts))[: 2 * MOST]:
         tree = read(text)
-        for part in members(tree) if tree else ():
+        for part in [*members(tree), tree] if tree else ():
             found |= dict.fromkeys((part, *(part[2:] if part[0] in ("=", "<") else ())))
     return [each[1] if each[0] == "unit" else each for each in found][:MOST]
 
@@ -170,7 +175,7 @@ def is_root(tree: Tree) -> bool:
 def _functions(tree: Tree) -> set[str]:
     found = {each[1] for each in nodes(tree) if each[0] == "f"}
     found |= {"root" for each in nodes(tree) if is_root(each) and values.symbols(each[1])}
-    return {next((min(kin) for kin in (TRIGONOMETRY, LOGARITHMS) if each in kin), each) for each in found}
+    return {next((min(kin) for kin in (TRIGONOMETRY, LOGARITHMS, ROOTS) if each in kin), each) for each in found}
 
 
 def is_number(tree: Tree) -> bool:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 
+from megatron_rft.rewards.equivalence.spoken import LARGE, number
 from megatron_rft.rewards.equivalence.tokens import Token, tokens
 from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Numeral, Tree, nodes, plus, power, ratio, rebuilt, times
 from megatron_rft.rewards.equivalence.units import is_unit
@@ -14,6 +15,7 @@ from megatron_rft.rewards.equivalence.values import within_limit
 BIG = {"int", "iint", "iiint", "oint", "sum", "prod", "lim"}
 TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc"}
 FUNCTIONS = "arcsin arccos arctan arccot sinh cosh tanh log ln lg exp gcd lcm max min det arg Re Im deg dim"
+NAMED = TRIGONOMETRY | set(FUNCTIONS.split())
 CLOSERS = {"(": ")]", "[": ")]", "{": "}", r"\{": (r"\}", "}"), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
 ORDER = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 EQUAL = {"=": "=", r"\approx": "~", r"\equiv": "="}
@@ -21,18 +23,16 @@ RELATIONS = {*ORDER, *EQUAL, r"\ne", r"\in", r"\to"}
 WORDS_BETWEEN = ', ; & and or where \\lor "and "or "where "for'
 SEPARATORS = {'", and', '", or', '"for all', *WORDS_BETWEEN.split()}
 ENDS = SEPARATORS | RELATIONS | {")", "]", "}", r"\}", r"\cup", ""}
-NO_FACTOR = ENDS | {r"\pm", r"\mp", r"\right", r"\left", r"\rfloor", r"\rceil", r"\mod", r"\\", r"\setminus", r"\end"}
+NO_FACTOR = ENDS | {r"\pm", r"\mp", r"\right", r"\left", r"\rfloor", r"\rceil", r"\mod", r"\\"}
+NO_FACTOR |= {r"\setminus", r"\end", r"\over", r"\choose"}
 INTRODUCTION = "the final answer is are value values of so thus therefore hence we get it solution solutions sum about"
-LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-TENS = "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
-NUMBERS = dict(zip(f"{ONES} {TENS}".split(), [*range(20), *range(20, 100, 10)], strict=True))
 SHORT = {"yes", "no", "odd", "one", "two", "six", "ten"}  # words; other runs of two or three letters are products
+ARTICLES, LEADING = {"the", "a", "an"}, {"the", "a", "an", "it", "is", "on", "there"}
 EMPTY, TO, PRIME = ("s", r"\emptyset"), ("s", r"\infty"), ("s", "'")
 FROM = times(MINUS, TO)
 REALS = ("u", ("()", "(", ")", FROM, TO))
 WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS}
-WORDS |= {f"no {real}solution{s}": EMPTY for real in ("", "real ") for s in ("", "s")}
+NO_SOLUTION = re.compile("no (?:real )?solutions?(?: exists?)?")
 WORDS |= dict.fromkeys(("dne", "limit does not exist"), ("text", "does not exist"))
 MOST = 1000  # attempts to read some tokens in one way
 DIGITS = set("0123456789.")
@@ -148,12 +148,14 @@ class Reader:
                 return None
             is_long |= token[:1] == '"' or len(token) > 3 or token.lower() in SHORT
             said += re.findall(r"[a-z\d]+", token.lower())
-        text = " ".join([each for each in said if each not in ("the", "a", "an")] or said)
         if not is_long:
             return None
-        if set(said) <= NUMBERS.keys() and (len(said) == 1 or said[0].endswith("ty")):
-            return ("n", Numeral(sum(map(NUMBERS.get, said))))
-        return WORDS.get(text, ("text", text))
+        while len(said) > 1 and said[0] in LEADING:
+            said.pop(0)
+        text, value = " ".join(each for each in said if each not in ARTICLES) or said[0], number(said)
+        if isinstance(value, Fraction):
+            return ("n", Numeral(value))
+        return EMPTY if NO_SOLUTION.fullmatch(text) else WORDS.get(text, ("text", value or text))
 
     def chain(self) -> Tree:
         """a, a = b = c, a < b \\le c; inequalities for one name become intervals."""
@@ -169,6 +171,8 @@ class Reader:
             self.take(")")
         if not signs:
             return members[0]
+        if signs == ["="] and is_name(members[1]) and not is_name(members[0]):
+            members.reverse()  # 5 = x
         if set(signs) <= EQUAL.keys():
             return ("=", "".join(EQUAL[each] for each in signs), *members)
         kind = ("in",) if signs == [r"\in"] else ("<", " ".join(signs))
@@ -186,7 +190,8 @@ class Reader:
         """A formula, a ratio, or a union of intervals."""
         parts = [self.sum()]
         if self.has(":", "to", '"to'):
-            return ("f", ":", parts[0], self.sum())
+            last = self.sum()
+            return ("unit", ("f", ":", *parts, last[1]), last[2]) if last[0] == "unit" else ("f", ":", *parts, last)
         while self.has(r"\cup"):
             parts.append(self.sum())
         if parts == [REALS] and self.has(r"\setminus"):
@@ -204,7 +209,9 @@ class Reader:
             if term[0] == "unit":
                 return ("unit", plus(*terms, _with_sign(sign, term[1])), term[2])
             terms.append(_with_sign(sign, term))
-        return plus(*terms)
+        if self.has(r"\over"):
+            return times(plus(*terms), power(self.sum(), MINUS))
+        return ("f", "binom", plus(*terms), self.sum()) if self.has(r"\choose") else plus(*terms)
 
     def product(self, *, chained: bool = True) -> Tree:
         factors = [self.signed() if chained else self.postfixed()]
@@ -215,7 +222,7 @@ class Reader:
                 factors.append(power(self.signed(), MINUS))
             elif chained and is_word(self.next) and (unit := self.attempt(self.unit)):
                 return ("unit", times(*factors), unit)
-            elif self.begins_factor():
+            elif self.begins_factor() and (chained or self.next[1:] not in NAMED):
                 factors.append(self.postfixed())
             else:
                 break
@@ -239,7 +246,7 @@ class Reader:
             if not (is_word(token) or token in "^/{}*-" or (said and re.fullmatch(r"[a-zA-Z\d]", token))):
                 return None
             said += token.replace('"', " ") + (" " if is_word(token) else "")
-        return said.strip() if is_unit(said, first.apart, '"' in first.text) else None
+        return said.strip() if is_unit(said.strip(), first.apart, '"' in first.text) else None
 
     def signed(self) -> Tree:
         if self.next in ("+", "-", r"\pm", r"\mp"):
@@ -252,7 +259,7 @@ class Reader:
             if self.has("'"):
                 found = power(found, PRIME)
             elif self.has("^"):
-                exponent = self.argument()
+                exponent = self.argument(whole=True)
                 found = ("f", "inverse", found) if exponent == MINUS else power(found, exponent)
             elif self.has("_"):
                 digits, below = self.tokens[self.place - 2].text, self.argument()
@@ -264,17 +271,18 @@ class Reader:
                 scale = self.next in ("C", "F") and self.ahead(1) in ENDS and self.take()
                 found = ("unit", found, f"°{scale}") if scale else times(found, ("s", "°"))
             elif self.has("%"):
-                share, places = times(found, ("n", Numeral(1, 100))), found[0] == "n" and (found[1].places or 0) + 2
-                found = ("n", Numeral(found[1] / 100, places=places, percent=True)) if places else share
+                value, places = (found[1], found[1].places) if found[0] == "n" else (ratio(found), None)
+                share = value is not None and Numeral(value / 100, places=places and places + 2, percent=True)
+                found = ("n", share) if share is not False else times(found, ("n", Numeral(1, 100)))
             else:
                 break
         return found
 
-    def argument(self) -> Tree:
-        """Read {...}, or one token: of x^23 it is 2."""
+    def argument(self, *, whole: bool = False) -> Tree:
+        """Read {...}, or one token: of \\frac23 it is 2. `whole`: all of a number, as models write 2^10."""
         if self.has("-"):
-            return _with_sign("-", self.argument())
-        if len(self.next) > 1 and self.next.isalnum():
+            return _with_sign("-", self.argument(whole=whole))
+        if len(self.next) > 1 and self.next.isalnum() and not (whole and self.next.isdecimal()):
             self.cut(self.place, self.next)
         return self.primary()
 
@@ -292,6 +300,8 @@ class Reader:
         members = inner[1:] if inner[0] == "," else (inner,)
         if opening == r"\{":
             return ("{}", *members)
+        if opening == "[" and all(each[:3] == ("()", "[", "]") for each in members) and len({*map(len, members)}) == 1:
+            return ("matrix", *(("row", *each[3:]) for each in members))
         return inner if opening == "{" or len(members) == 1 else ("()", opening, closing, *members)
 
     def builder(self) -> Tree:
@@ -359,9 +369,9 @@ class Reader:
             return ("f", name, inner)
         if name in BIG:
             return ("f", name, *self.scripts(), self.product())
-        if name in TRIGONOMETRY or name in FUNCTIONS.split():
+        if name in NAMED:
             return self.function(name)
-        if name in ("overline", "bar", "tilde", "underline", "widetilde"):
+        if name in ("overline", "bar", "dot", "tilde", "widetilde"):
             return ("s", f"{name} {self.argument()}")
         if name in ("mathbb", "R", "Z"):
             letter = self.argument()[1] if name == "mathbb" else name
@@ -378,6 +388,8 @@ class Reader:
         if raised == MINUS and name in TRIGONOMETRY:
             name, raised = f"arc{name}", None
         inner = self.primary() if self.next in ("(", "[", "{") else self.product(chained=False) if self.next else ONE
+        if name == "exp" and not scripts:
+            return power(("s", "e"), inner if raised is None else times(inner, raised))
         found = ("f", name, *scripts, *(inner[3:] if inner[0] == "()" else inner[1:] if inner[0] == "," else (inner,)))
         return power(found, raised) if raised else found
 
@@ -400,7 +412,7 @@ class Reader:
                 rows[-1].append(self.chain())
         rows = [cells for cells in rows if cells]
         if 1 in (len(rows), max(map(len, rows))):  # a vector
-            return ("()", "(", ")", *(cell for cells in rows for cell in cells))
+            return ("()", "", "", *(cell for cells in rows for cell in cells))
         found = ("matrix", *(("row", *cells) for cells in rows))
         return ("f", "det", found) if "vmatrix" in name.lower() else found
 

@@ -8,20 +8,41 @@ import re
 import unicodedata
 from typing import NamedTuple
 
+from megatron_rft.rewards.equivalence.spoken import is_number, spoken
+
 CHARACTERS = {
-    "−": "-", "–": "-", "—": "-", "‑": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "π": r"\pi ",
-    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv ", "°": r"\degree ",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "⁄": "/", "∕": "/",
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "⟨": r"\langle ", "⟩": r"\rangle ",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "½": r"\frac12 ", "⅓": r"\frac13 ", "⅔": r"\frac23 ", "→": "=",
-    "¼": r"\frac14 ", "¾": r"\frac34 ", "²": "^2 ", "³": "^3 ", "‘": "'", "’": "'", "“": '"', "”": '"', "√": r"\sqrt ",
-    "：": ":", "，": ",", "％": "%", "（": "(", "）": ")", "$": "", "£": "", "€": "", "¥": "", "~": " ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"\degree ", "√": r"\sqrt ", "→": "=", "元": " yuan",
+    "‘": "'", "’": "'", "“": '"', "”": '"', 
 }  # fmt: skip
 GROUPED = r"(?<!\d,)[1-9]\d{0,2}(?:(?:,|(?:\{,\}|,?(?:\\[,!;: ])+)\s*)\d{3})+(?!\d)(?:\.\d+)?"  # 4\,060 and 11,\! 111
 SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+", re.ASCII)  # 4 060
-MONEY = re.compile(r"\\\$|(?:\A|(?<=\s))[$](?=\s*[\d.])|([£€¥])")
-COINS = {"£": "pound", "€": "euro", "¥": "yen"}
-DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
-TEXT = r"\\(?:text(?:bf|rm|it|sf|tt)?|mbox|math(?:rm|sf)|operatorname\*?|hbox)\s*\{(?P<text>[^{}]*)\}"
+COINS = {"€": "euro", "eur": "euro", "£": "sterling", "gbp": "sterling", "¥": "¥", "rmb": "yuan", "cny": "yuan"}
+COINS |= {"jpy": "yen", "₹": "rupee", "inr": "rupee", "rs": "rupee"}
+RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
+COIN = re.compile(r"\bUS\$|\bUSD\b|(?P<coin>[€£¥₹]|\b(?:EUR|GBP|RMB|CNY|JPY|INR)\b|\bRs\b\.?)")
+MONEY = re.compile(rf"(?:\bUS\s*)?\\\$|{COIN.pattern}|(?:\A|(?<=\s))[$](?=\s*[\d.])")
+# Of the text, before it is cut.
+REWRITTEN = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\bbox\s*\[[^][]*\]", " "),
+        (r"\\(?:tag\*?|label|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}", " "),
+        (r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", r"\\degree "),
+        (r"\{:\}|\\colon(?![a-z])", ":"),
+        (r"(?<!\\)\bmins?\b(?!\}?\s*(?:[({_]|\\left|\\\{))", "minute"),
+        (r"\bper\s?cent\b", r"\\%"),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
+        (r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
+        (r"(\.\d*)\((\d+)\)", r"\1\\overline{\2}"),
+        (r"(\.\d{0,20}?)(?:(\d)\2\2+|(\d{2,12}?)\3+)(?:\\[lc]?dots|\.\.+)", r"\1\\overline{\2\3}"),
+    )
+]
+UNUSUAL = re.compile(r"color|bbox|tag|label|space|phantom|circ|colon|\{:|min|cent|\d\s*[xX]|dot|\.\d*\(|\.\.")
+TRAILING = re.compile(r"(?:\\[,;:! ]|[.,;:\s]|\\\Z)+\Z")
+TEXT = r"\\(?:text(?:bf|rm|it|sf|tt|sl|sc|normal)?|emph|mbox|math(?:rm|sf)|operatorname\*?|hbox)\s*\{(?P<text>[^{}]*)\}"
 TOKEN = re.compile(
     rf"(?P<space>\s*)(?:{TEXT}"
     r"|\\[bB]igg?[lrm]?(?![a-z])|\\(?:left|right)(?![a-z])\s*\.?|\\hspace\{[^{}]*\}"
@@ -31,12 +52,14 @@ TOKEN = re.compile(
     re.ASCII,
 )
 SAME = {
-    r"\frac": r"\dfrac \tfrac \cfrac", r"\le": r"\leq \leqslant <=", r"\ge": r"\geq \geqslant >=", "<": r"\lt",
-    ">": r"\gt", "*": r"\times \cdot \ast \cdotp", "/": r"\div", "^": "**", r"\{": r"\lbrace", r"\}": r"\rbrace",
+    r"\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", r"\le": r"\leq \leqslant <=", r"\ge": r"\geq \geqslant >=",
+    "<": r"\lt", ">": r"\gt", "*": r"\times \cdot \ast \cdotp", "/": r"\div", "^": "**",
+    r"\{": r"\lbrace", r"\}": r"\rbrace",
     r"\ne": r"\neq !=", "|": r"\mid \vert \lvert \rvert \|", r"\approx": r"\simeq \thickapprox \doteq \sim",
     r"\degree": r"degrees degree \circ", "%": r"\% percent", r"\emptyset": r"\varnothing", r"\setminus": r"\backslash",
     r"\mod": r"\pmod \bmod mod", r"\infty": "infinity inf oo", r"\binom": r"\dbinom \tbinom", r"\to": r"\rightarrow",
-    "'": r"\prime", "(": r"\langle", ")": r"\rangle", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M",
+    "'": r"\prime", "(": r"\langle", ")": r"\rangle", "=": r"=> \Rightarrow \implies",
+    "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M",
     r"\arctan": "atan", r"\arcsin": "asin", r"\arccos": "acos",
 }  # fmt: skip
 NAMES = {other: name for name, others in SAME.items() for other in others.split()}
@@ -44,6 +67,8 @@ BARE = "pi sqrt lg log ln sin cos tan gcd lcm max min exp det arctan arcsin arcc
 NAMES |= {name: "\\" + name for name in BARE.split()}
 NO_TOKENS = (
     r"\, \; \: \! \( \) \[ \] \quad \qquad \thinspace \medspace \hfill \displaystyle \textstyle \limits \nolimits "
+    r"\bf \rm \it \large \Large \LARGE \huge \Huge \small \underline \ensuremath \mathord \therefore "
+    r"\blacksquare \square \Box \checkmark \qed "
     r"\mathbf \mathit \mathcal \boldsymbol \bm \vec \overrightarrow \hat \widehat \boxed \fbox"
 )
 SKIPPED = {"\\ ", *NO_TOKENS.split()}
@@ -56,10 +81,14 @@ class Token(NamedTuple):
 
 def tokens(text: str) -> tuple[list[Token], str]:
     """Return the tokens of an answer, and the name of its currency or ""."""
-    money = MONEY.search(text) if text.count("$") % 2 or "\\$" in text or not text.isascii() else None
-    text = _plain(DEGREE.sub(r"\\degree ", text.replace("\\$", ""))).strip().rstrip(".,;:").strip()
+    text = _plain(text.strip())
+    for pattern, new in REWRITTEN if UNUSUAL.search(text) else ():
+        text = pattern.sub(new, text)
+    text = TRAILING.sub("", text)
+    money = MONEY.search(text) if text.count("$") % 2 or "\\$" in text or COIN.search(text) else None
+    text = spoken(MONEY.sub("", text) if money else text).replace("$", "")
     text = text.replace(" ", "") if SPACED.fullmatch(text) else text
-    return _cut(text), COINS.get(money[1] or "", "dollar") if money else ""
+    return _cut(text), COINS.get((money["coin"] or "").lower().rstrip("."), "dollar") if money else ""
 
 
 def _cut(text: str) -> list[Token]:
@@ -77,23 +106,38 @@ def _cut(text: str) -> list[Token]:
 
 
 def _words(content: str, command: str) -> list[Token]:
-    """Cut a text command: words stay together, and anything else is read as if it stood outside."""
+    """Cut a text command at commas and "and". Anything else than words is read as if it stood outside."""
     if "operatorname" in command:
         return [Token("\\" + content, True)]
     if re.search(r"[^a-zA-Z\s'.,-]", content) or len(content.strip("., ")) < 2:
         return _cut(content)
-    return [Token(NAMES.get(content, f'"{content}'), True)]
+    parts = [content] if is_number(content) else re.split(r"(,|\band\b)", content)
+    words = [each.strip() for each in parts if each.strip()]
+    return [Token(each if each in (",", "and") else NAMES.get(each, f'"{each}'), True) for each in words]
 
 
 def _plain(text: str) -> str:
     """Convert to ASCII where possible. Digits of another script are converted if all digits of the text belong to
     it."""
     if text.isascii():
-        return text.translate(TABLE)
+        return text.replace("~", " ")
+    text = RAISED.sub(lambda found: f"^{{{found[0]}}}", text)
+    text = "".join(_character(letter) for letter in text)
     scripts = {unicodedata.name(letter).rpartition("DIGIT")[0] for letter in text if letter.isdecimal()}
     if len(scripts) == 1:
         text = "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in text)
-    return "".join(" " if letter.isspace() else letter for letter in text).translate(TABLE)
+    return text
+
+
+def _character(letter: str) -> str:
+    """½ is \\frac{1}{2}; what has no width goes; full-width and other forms of a letter are the letter."""
+    if letter.isascii() or unicodedata.category(letter) == "Cf":
+        return letter if letter.isascii() else ""
+    plain = unicodedata.normalize("NFKC", letter)
+    upper, slash, lower = plain.partition("⁄")
+    if slash and lower:
+        return rf"\frac{{{upper}}}{{{lower}}} "
+    return " " if letter.isspace() else plain.translate(TABLE)
 
 
 TABLE, UNGROUPED = str.maketrans(CHARACTERS), str.maketrans("", "", r"\,!;: {}")

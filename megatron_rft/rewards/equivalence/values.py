@@ -168,6 +168,6 @@ def _integers(name: str, given: list[Any]) -> Any:
         whole = [int(each) for each in given]
         if name in ("gcd", "lcm") or (min(whole) >= 0 and max(whole) < 300):
             return Fraction(getattr(math, {"!": "factorial", "binom": "comb"}.get(name, name))(*whole))
-    if max(map(abs, given)) > 10**12 or name in ("gcd", "lcm"):
+    if any(abs(each) > 10**12 for each in given) or name in ("gcd", "lcm"):
         raise ValueError("an argument that is too large")
     return mp.factorial(number(given[0])) if name == "!" else mp.binomial(*map(number, given))
