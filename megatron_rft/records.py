@@ -83,7 +83,8 @@ class Batch:
     ref_kl, teacher_logprobs, values, advantages, returns.
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py),
-    route (key of the experts that the engine used, in rollout/routes.py; -1: none).
+    route (key of the experts that the engine used, in rollout/routes.py; -1: none),
+    images (key of the prompt's images, which the ranks that compute them look up; -1: none).
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
     A refined response is a better response to the same prompt; length 0: none.
     With truncated sampling (top-k, top-p, min-p) every model's distribution of a response token is over its support,
@@ -134,11 +135,19 @@ class Batch:
 
     @property
     def prompt_numbers(self) -> Tensor:
-        """[B] equal numbers for equal prompts: 0 1 2 ... in the order in which they first appear."""
+        """[B] equal numbers for equal prompts, with the same images: 0 1 2 ... in the order in which they first
+        appear."""
         ids, known = self.prompt_ids.numpy(), {}
-        ends = zip(self.prompt_lens.cumsum(0).tolist(), self.prompt_lens.tolist(), strict=True)
-        numbers = [known.setdefault(ids[end - length : end].tobytes(), len(known)) for end, length in ends]
+        ends = zip(self.prompt_lens.cumsum(0).tolist(), self.prompt_lens.tolist(), self.images.tolist(), strict=True)
+        prompts = [(ids[end - length : end].tobytes(), images) for end, length, images in ends]
+        numbers = [known.setdefault(prompt, len(known)) for prompt in prompts]
         return torch.tensor(numbers, dtype=torch.long)
+
+    @property
+    def images(self) -> Tensor:
+        """[B] the key of each prompt's images, -1 without any."""
+        keys = self.sequences.get("images")
+        return torch.full((len(self),), -1) if keys is None else keys
 
     @property
     def response_mask(self) -> Tensor:
@@ -223,9 +232,9 @@ class Batch:
         return replace(self, scalars={**self.scalars, **values})
 
     def only(self, tokens: set[str], sequences: set[str]) -> "Batch":
-        """The same sequences and supports with only these named values and the response mask, without contexts and
-        refined responses."""
-        tokens = tokens | {"response_mask"}
+        """The same sequences and supports with only these named values, the response mask and the images, without
+        contexts and refined responses."""
+        tokens, sequences = tokens | {"response_mask"}, sequences | {"images"}
         return replace(
             self,
             tokens={k: v for k, v in self.tokens.items() if k in tokens},

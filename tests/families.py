@@ -1,6 +1,9 @@
 """A tiny configuration of each model family, for tests of all that a family needs."""
 
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -14,6 +17,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from megatron_rft.conversion import language_config
 from tests.shapes import sizes
 
 SIZES = sizes(4, 32, 4, 2, 48, max_position_embeddings=128, initializer_range=0.2)
@@ -45,6 +49,31 @@ DELTA = dict(
 )
 GATED_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
 WITHOUT_FFN = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+
+
+def transformers_class(config):
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+IMAGE = 91  # the token of an image
+
+
+def seeing(kind: str, text: dict, tower: dict):
+    """A language model's configuration with that of its tower."""
+    tower |= dict(depth=3, hidden_size=32, num_heads=2, in_channels=3, spatial_merge_size=2, temporal_patch_size=2)
+    return language_config(
+        AutoConfig.for_model(
+            kind,
+            text_config=SIZES | text,
+            vision_config=tower | dict(intermediate_size=48, out_hidden_size=SIZES["hidden_size"]),
+            image_token_id=IMAGE,
+            video_token_id=92,
+            vision_start_token_id=93,
+            vision_end_token_id=94,
+            tie_word_embeddings=kind == "qwen3_vl",
+        )
+    )
+
 
 WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2)
 
@@ -100,5 +129,17 @@ FAMILIES = {
         num_experts_per_tok=2,
         sliding_window=7,
         rope_parameters=YARN | dict(truncate=False),
+    ),
+}
+SEEING = {  # models that read images
+    "qwen2_5_vl": seeing(
+        "qwen2_5_vl",
+        dict(rope_parameters=DEFAULT | dict(mrope_section=[1, 2, 1])),
+        dict(patch_size=4, window_size=16, fullatt_block_indexes=[1]),
+    ),
+    "qwen3_vl": seeing(
+        "qwen3_vl",
+        dict(num_hidden_layers=8, head_dim=16, rope_parameters=DEFAULT | dict(mrope_section=[4, 2, 2])),
+        dict(patch_size=4, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
     ),
 }

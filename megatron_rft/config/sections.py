@@ -104,6 +104,8 @@ class Model(Section):
     """random: read only the architecture from `path` and draw the weights from run.seed."""
     reference: str | None = None
     """The frozen reference model of KL terms. None: the weights that training starts from."""
+    vision: Literal["frozen", "trained"] = "frozen"
+    """Of a model that reads images: whether its vision tower is trained."""
 
 
 class Megatron(Section, extra="allow"):

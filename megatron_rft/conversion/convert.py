@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companions
+from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companions, whole_config
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
@@ -89,7 +89,7 @@ def convert(
         else:
             partial.mkdir(parents=True)
             MegatronWriter(partial, source.hf_config, tensor_parallel, file_bytes).write(read)
-            source.hf_config.save_pretrained(partial)
+            whole_config(source.hf_config).save_pretrained(partial)
             copy_companions(source.companions, partial)
         written = replace(source, path=partial, format=to, merged=None)
         _compare(read, written.open())

@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import sees
 from megatron_rft.utils.errors import DataError
 
 BLOCKS, BLOCK_BYTES = 64, 64 << 10  # sampled from each file of weights
@@ -60,15 +61,35 @@ BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
 BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
 COMPANIONS = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 COMPANIONS += ("chat_template.jinja", "chat_template.json")
+COMPANIONS += ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+SEEN = re.compile(r"(model\.)?visual\.")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Load the model configuration from `folder`. Raises DataError."""
+    """Load the configuration of the language model in `folder`, as `language_config` returns it. Raises DataError."""
     try:
-        return AutoConfig.from_pretrained(folder).get_text_config()
+        return language_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, StrictDataclassError) as error:  # transformers raises the last for invalid values
         reason = str(error).splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else error
         raise DataError(f"no model configuration can be loaded from {folder}: {reason}") from None
+
+
+def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the language model. That of a model that sees also has the tower's `vision_config`, the ids
+    of its image and video tokens, and the whole configuration's content as `outer`."""
+    text = whole.get_text_config()
+    if text is not whole and sees(text):
+        for name in ("vision_config", "image_token_id", "video_token_id", "tie_word_embeddings"):
+            setattr(text, name, getattr(whole, name))
+        text.outer = whole.to_dict()
+    return text
+
+
+def whole_config(hf_config: Any) -> PreTrainedConfig:
+    """A copy of the configuration that a folder of this model has: the inverse of `language_config`."""
+    if not sees(hf_config):
+        return copy.deepcopy(hf_config)
+    return AutoConfig.for_model(**copy.deepcopy(hf_config.outer))
 
 
 class HFFolder:
@@ -79,7 +100,7 @@ class HFFolder:
     """
 
     def __init__(self, path: str | Path, hf_config: Any):
-        self.path = Path(path)
+        self.path, self.family = Path(path), family_of(hf_config)
         # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
         self._open = lru_cache(maxsize=1)(self._read)
         self.files: dict[str, tuple[str, str]] = {}  # tensor name -> file name, name in the file
@@ -98,9 +119,16 @@ class HFFolder:
         except SafetensorError as error:
             raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
         for stored in names:
-            name = WRAPPED.sub("model.", stored) if WRAPPED.match(stored) else stored
+            name = self._published(stored)
             self.files[name] = file, stored
             self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
+
+    def _published(self, stored: str) -> str:
+        """The family's name of a stored tensor. Versions of transformers have written others."""
+        if self.family.tower and SEEN.match(stored):
+            return SEEN.sub(self.family.tower, stored, count=1)
+        prefix = WRAPPED.match(stored) or re.match(r"model\.(?!visual\.)", stored)
+        return stored if prefix is None else self.family.prefix + stored[prefix.end() :]
 
     def _weight_files(self) -> list[str]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
@@ -230,7 +258,7 @@ class FolderWriter:
         (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
     def _config(self, hf_config: Any) -> Any:
-        config, architecture = copy.deepcopy(hf_config), family_of(hf_config).architecture
+        config, architecture = whole_config(hf_config), family_of(hf_config).architecture
         if any("score.weight" in names for names in self.shards):  # a critic
             architecture, config.num_labels = architecture.replace("CausalLM", "SequenceClassification"), 1
         config.architectures, config.dtype = [architecture], self.dtype

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rft.families.shapes import delta_rows, experts, head_dim, hf_parts, kv_heads, partition_dim
 from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import TOWER
 
 GATE_AND_UP = re.compile(r".*\.linear_fc1\.(weight|bias|adapter\.b)")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -68,25 +69,28 @@ class Mapping:
     """Maps tensors of one HF model to unsharded megatron-core parameters and back, by canonical name."""
 
     def __init__(self, hf_config: Any):
-        self.layer = family_of(hf_config).layer
+        family = family_of(hf_config)
+        self.layer, self.prefix, self.tower = family.layer, family.prefix, family.tower
         self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.vocab_size
         self.experts = experts(hf_config)
         self.groups = kv_heads(hf_config)
         self.head_dim = head_dim(hf_config)
-        self.gated = family_of(hf_config).gated
+        self.gated = family.gated
         self.key_heads, self.delta = delta_rows(hf_config)
 
     def hf_names(self, name: str) -> list[str]:
         """Return the names of the HF tensors that form a parameter, in the order that `merge` expects."""
         if name in TOP:
             tied = self.tied and name == "output_layer.weight"
-            return [TOP["embedding.word_embeddings.weight" if tied else name]]
+            return [TOP["embedding.word_embeddings.weight" if tied else name].replace("model.", self.prefix)]
+        if name.startswith(TOWER):
+            return [name.replace(TOWER, self.tower, 1)]
         if adapter := ADAPTER.fullmatch(name):
             end = f".lora_{adapter[2].upper()}.weight"
             return [weight.removesuffix(".weight") + end for weight in self.hf_names(f"{adapter[1]}.weight")]
         number, expert, part = LAYER.fullmatch(name).groups()
         target = self.layer[f"mlp.experts.{{e}}.{part}" if expert else part]
-        return hf_parts(f"model.layers.{number}.{target}".replace("{e}", expert or ""))
+        return hf_parts(f"{self.prefix}layers.{number}.{target}".replace("{e}", expert or ""))
 
     def stacked_expert(self, name: str) -> int | None:
         """The number of the expert whose tensor `name` is a slice of one HF tensor of all experts; else None."""

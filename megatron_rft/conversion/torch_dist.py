@@ -31,10 +31,11 @@ from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import raise_on_problems
 from megatron_rft.conversion.mapping import LAYER, VOCABULARY, Mapping
 from megatron_rft.families.shapes import canonical_shapes, experts
+from megatron_rft.families.towers import TOWER
 from megatron_rft.utils.errors import DataError
 
 METADATA, CONFIG = ".metadata", "metadata.json"
-MODEL = ("embedding.", "decoder.", "output_layer.")
+MODEL = ("embedding.", "decoder.", "output_layer.", TOWER)
 FIRST = "embedding.word_embeddings.weight"
 # Transformer Engine fuses a norm into the linear layer after it; megatron-core stores the norm under that layer's name.
 FUSED = {

@@ -28,7 +28,7 @@ from megatron_rft.families.shapes import canonical_shapes, experts, partition_di
 from megatron_rft.utils.errors import ConfigError
 
 # Megatron's linear layers store a state of Transformer Engine beside the weight, and require it when they are loaded.
-WITH_STATE = re.compile(r".*\.(linear_(?!q_down|kv_down)\w+|in_proj|out_proj)\.weight")
+WITH_STATE = re.compile(r"decoder\..*\.(linear_(?!q_down|kv_down)\w+|in_proj|out_proj)\.weight")
 
 
 class MegatronWriter:

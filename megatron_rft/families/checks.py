@@ -3,14 +3,15 @@
 import json
 from typing import Any
 
-from megatron_rft.families.shapes import experts, first
+from megatron_rft.families.shapes import experts, first, head_dim
 from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, family_of
+from megatron_rft.families.towers import vision_of
 
 READ_BY = {  # options, and the families whose own code reads them
-    "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe"},
+    "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl_text"},
     "use_qk_norm": {"glm4_moe"},
     "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
-    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3"},
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text"},
     "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
     "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
     | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
@@ -30,6 +31,7 @@ def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
     elif family_of(config).local and kind == "sliding_attention":
         found = {"rope_theta": first(config, "rope_local_base_freq", "rope_theta")}
     found = {"rope_type": found.pop("type", "default"), "rope_theta": getattr(config, "rope_theta", None)} | found
+    found |= {"rope_type": "default"} if found["rope_type"] == "mrope" else {}  # positions in three axes
     return {"partial_rotary_factor": first(config, "partial_rotary_factor", default=1.0)} | found
 
 
@@ -50,6 +52,7 @@ def why_unsupported(config: Any) -> str:
         refused.append(f"weights quantised by {method} (save a bf16 copy of the model with transformers first)")
     refused += _rotary(c)
     refused += _router(c) if experts(c) else []
+    refused += _vision(c) if family.tower else []
     what = f"this {c.model_type} model's configuration cannot be represented: "
     return what + "; ".join(refused) if refused else ""
 
@@ -120,6 +123,18 @@ def _rotary(c: Any) -> list[str]:
     if latent and not first(c, "rope_interleave", default=True):
         refused.append("rope_interleave: false")
     return refused
+
+
+def _vision(c: Any) -> list[str]:
+    if not hasattr(c, "vision_config"):
+        return ["no vision_config: it is a language model without its vision tower"]
+    refused, found = [], rope(c)
+    sections, interleaved = found.get("mrope_section"), hasattr(vision_of(c), "deepstack_visual_indexes")
+    if sum(sections or ()) * 2 != head_dim(c):
+        refused.append(f"mrope_section {sections} with heads of {head_dim(c)} (it has to sum up to half of that)")
+    if found.get("mrope_interleaved", interleaved) != interleaved:
+        refused.append(f"mrope_interleaved: {json.dumps(not interleaved)}, which the code of its models does not read")
+    return refused + ([f"rope_type {found['rope_type']!r} with images"] if found["rope_type"] != "default" else [])
 
 
 def _router(c: Any) -> list[str]:

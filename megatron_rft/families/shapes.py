@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, QKV_BIAS, TRANSFORMER_ENGINE, family_of
+from megatron_rft.families.towers import TOWER, sees, tower_shapes
 
 SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "input_layernorm.weight": "hidden",
@@ -105,10 +106,12 @@ class Part(NamedTuple):
 
 
 def of_json(config: dict[str, Any]) -> SimpleNamespace:
-    """The configuration of the text model in the content of a config.json."""
+    """The configuration of the text model in the content of a config.json, with the vision tower's `vision_config`."""
     kinds = [name for name, family in FAMILIES.items() if family.architecture in (config.get("architectures") or ())]
     kind = {"model_type": kinds[0] if kinds else None}
     found = kind | config | (config.get("text_config") or {})
+    if kinds and found["model_type"] not in FAMILIES:  # published files of Qwen2.5-VL have no text_config
+        found |= kind
     return SimpleNamespace(**(LEFT_OUT if found["model_type"] == "gemma3_text" else {}) | found)
 
 
@@ -242,24 +245,32 @@ def canonical_shapes(config: Any) -> dict[str, tuple[int, ...]]:
             for expert in range(experts(config)) if part.expert else (0,):
                 shapes[name.replace("{e}", str(expert))] = part.shape
     shapes["decoder.final_layernorm.weight"] = (config.hidden_size,)
+    shapes |= _of_tower(config, TOWER)
     return shapes if config.tie_word_embeddings else shapes | {"output_layer.weight": vocabulary}
 
 
 def hf_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of every HF tensor by name, in the order of the layers, without a tied output matrix."""
-    vocabulary = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary}
+    vocabulary, prefix = (config.vocab_size, config.hidden_size), family_of(config).prefix
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": vocabulary}
     for i in range(config.num_hidden_layers):
         known = sizes(config, i)
         for part in layer_parts(config, i):
             for name in part.hf_names:
                 shape = tuple(known[word] for word in SHAPES[name].split())
                 for expert in range(experts(config)) if "{e}" in name else (0,):
-                    shapes[f"model.layers.{i}.{name.replace('{e}', str(expert))}"] = shape
-    shapes["model.norm.weight"] = (config.hidden_size,)
+                    shapes[f"{prefix}layers.{i}.{name.replace('{e}', str(expert))}"] = shape
+    shapes[f"{prefix}norm.weight"] = (config.hidden_size,)
+    shapes |= _of_tower(config, family_of(config).tower)
     return shapes if config.tie_word_embeddings else shapes | {"lm_head.weight": vocabulary}
+
+
+def _of_tower(config: Any, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {prefix + name: shape for name, shape in tower_shapes(config).items()} if sees(config) else {}
 
 
 def partition_dim(name: str) -> int | None:
     """Return the dimension that tensor parallelism splits, by megatron-core's name; None if it is replicated."""
+    if name.startswith(TOWER):
+        return None
     return 0 if COLUMN.fullmatch(name) else 1 if ROW.fullmatch(name) else None

@@ -98,11 +98,15 @@ TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear
 
 @dataclass(frozen=True)
 class Family:
-    """`layer`: the table. `gemma`: embeddings are scaled, the feed-forward's gate is GELU, norms have weight 1 + w."""
+    """`layer`: the table. `gemma`: embeddings are scaled, the feed-forward's gate is GELU, norms have weight 1 + w.
+    `prefix`, `tower`: in published files, in front of the language model's names and of the vision tower's, if it has
+    one."""
 
     architecture: str
     layer: dict[str, str]
     gemma: bool = False
+    prefix: str = "model."
+    tower: str = ""
 
     def has(self, table: dict[str, str]) -> bool:
         return table.keys() <= self.layer.keys()
@@ -172,6 +176,15 @@ FAMILIES = {  # by `model_type`
     ),
     "olmo3": Family("Olmo3ForCausalLM", PROJECTIONS | WHOLE_QK_NORM | POST_NORM | DENSE | POST_MLP_NORM),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", LATENT_ATTENTION | SIGMOID_EXPERTS),
+    "qwen2_5_vl_text": Family(
+        "Qwen2_5_VLForConditionalGeneration", ATTENTION | QKV_BIAS | MLP_NORM | DENSE, tower="visual."
+    ),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration",
+        ATTENTION | QK_NORM | MLP_NORM | DENSE,
+        prefix="model.language_model.",
+        tower="model.visual.",
+    ),
 }
 
 

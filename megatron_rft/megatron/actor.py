@@ -39,9 +39,11 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import Mapping
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.families.shapes import experts
+from megatron_rft.families.towers import sees
 from megatron_rft.megatron import model as models
-from megatron_rft.megatron import parallel, seams, weights
+from megatron_rft.megatron import parallel, seams, vision, weights
 from megatron_rft.megatron.balance import plan, plan_within
+from megatron_rft.megatron.images import Images
 from megatron_rft.megatron.lora import attach
 from megatron_rft.megatron.offload import TrainingState
 from megatron_rft.megatron.optimizer import ActorOptimizer
@@ -74,6 +76,7 @@ class Actor:
         value_head: compute values instead of log-probs.
         moments: names of additional sets of Adam's moments, which `step` can use.
         lora: train adapters (and a value head) of the frozen model, if given.
+        trains_tower: train the vision tower too.
     """
 
     def __init__(
@@ -89,11 +92,17 @@ class Actor:
         value_head: bool = False,
         moments: tuple[str, ...] = (),
         lora: Lora | None = None,
+        trains_tower: bool = False,
     ):
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
         self.mapping = Mapping(hf_config)
         self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
-        self.models = models.build(hf_config, megatron, precision, value_head=value_head)
+        if sees(hf_config):
+            vision.check(batching, precision, value_head, lora)
+        self.models = models.build(
+            hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
+        )
+        self.images: Images | None = None
         self.lora = lora
         if lora is not None:
             attach(self.models, lora, hf_config)
@@ -138,6 +147,11 @@ class Actor:
         if config.overlap_param_gather and config.align_param_gather:
             self.config.param_sync_func = wrapped[0].start_param_sync if one else [m.start_param_sync for m in wrapped]
         return wrapped
+
+    def see(self, source: Any) -> None:
+        """Compute prompts with images, which `source` has by their keys: `images.Images`."""
+        token, merge = self.hf_config.image_token_id, self.hf_config.vision_config.spatial_merge_size
+        self.images = Images(source, token, merge, parallel.pp_rank() == 0)
 
     # ---- weights
 
@@ -402,8 +416,8 @@ class Actor:
         batch, the experts to replay; None: the model has no routers."""
         if len(index):
             given = None if routes is None else [routes.get(position) for position in index.tolist()]
-            return pack(batch.select(index), self.layout, self.device, given)
-        micro = pack(filler(batch), self.layout, self.device, None if routes is None else [])
+            return pack(batch.select(index), self.layout, self.device, given, self.images)
+        micro = pack(filler(batch), self.layout, self.device, None if routes is None else [], self.images)
         return micro if micro.uses is None else replace(micro, uses=torch.zeros_like(micro.uses))
 
     def _heads(

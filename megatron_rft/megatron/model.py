@@ -35,8 +35,9 @@ from megatron_rft.families.shapes import (
     sizes,
 )
 from megatron_rft.families.tables import EXPERT_BIAS, QK_NORM, family_of
-from megatron_rft.megatron import parallel
-from megatron_rft.megatron.packing import SharedPrompts
+from megatron_rft.families.towers import sees
+from megatron_rft.megatron import parallel, vision
+from megatron_rft.megatron.packing import Packed
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
 from megatron_rft.utils import bf16
 from megatron_rft.utils.errors import ConfigError, DataError
@@ -140,6 +141,8 @@ def _architecture(c: Any) -> dict[str, Any]:
         options |= {"activation_func": gelu, "bias_activation_fusion": False}
     if family.gated:
         options |= _delta_nets(c)
+    if family.tower:  # Transformer Engine's kernel would begin at position 0 in each packed sequence
+        options["apply_rope_fusion"] = False
     return options | (_latent(c) if family.latent else {})
 
 
@@ -258,11 +261,17 @@ def token_multiple(config: TransformerConfig) -> int:
     return FP8_TOKENS.get(config.fp8_recipe, 16) if config.fp8 else 1
 
 
-def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = False) -> list[GPTModel]:
-    """Build this rank's model chunks, one per virtual pipeline stage, not wrapped and without weights."""
+def build(
+    hf_config: Any, megatron: Any, precision: str, *, value_head: bool = False, trains_tower: bool = False
+) -> list[GPTModel]:
+    """Build this rank's model chunks, one per virtual pipeline stage, not wrapped and without weights. `trains_tower`:
+    the vision tower is not frozen."""
     config = transformer_config(hf_config, megatron, precision)
     stages = megatron.virtual_pipeline_model_parallel_size
-    return [_chunk(hf_config, config, stage, value_head) for stage in (range(stages) if stages else (None,))]
+    chunks = [_chunk(hf_config, config, stage, value_head) for stage in (range(stages) if stages else (None,))]
+    for chunk in chunks if sees(hf_config) else ():
+        vision.attach(chunk, hf_config, trains_tower)
+    return chunks
 
 
 def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
@@ -328,22 +337,30 @@ def _set_frequencies(model: GPTModel, hf_config: Any) -> None:
     for module in model.modules():
         if type(module) is rotary_pos_embedding.RotaryEmbedding:
             module.__class__ = RotaryEmbedding
+            module.axis = vision.rotary_axes(hf_config).to(parallel.device()) if sees(hf_config) else None
             if frequencies is not None:
                 module.inv_freq = frequencies.to(parallel.device())
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
-    """Uses the position of each token instead of 0, 1, 2 ... if responses share prompts."""
+    """Uses the position of each token instead of 0, 1, 2 ... if responses share prompts or there are images. `axis`
+    [d / 2]: of three positions, the one by which each frequency rotates."""
+
+    axis: Tensor | None
 
     def get_rotary_seq_len(self, *args, **options):
         """Return the packed parameters instead of a length: megatron-core passes only this result to `forward`."""
         packed = options.get("packed_seq_params", args[-1])
-        return packed if isinstance(packed, SharedPrompts) else super().get_rotary_seq_len(*args, **options)
+        own = getattr(packed, "position_ids", None) is not None
+        return packed if own else super().get_rotary_seq_len(*args, **options)
 
-    def forward(self, length: int | SharedPrompts, *args, **options) -> Tensor:
+    def forward(self, length: int | Packed, *args, **options) -> Tensor:
         """[positions, 1, 1, d]"""
-        if not isinstance(length, SharedPrompts):
+        if not isinstance(length, Packed):
             return super().forward(length, *args, **options)
+        if length.position_ids.dim() == 2:
+            angles = length.position_ids.index_select(0, self.axis).T * self.inv_freq  # [T, d / 2]
+            return torch.cat([angles, angles], -1)[:, None, None]
         return super().forward(length.max_seqlen_q, *args, **options).index_select(0, length.position_ids)
 
 

@@ -15,6 +15,8 @@ All parts of a layer but attention work token by token, so only attention handle
 The model reads every token, but only the hidden states that predict tokens with a mask of 1 leave it (`_written`): what
 an environment wrote reaches no head, no loss and no count.
 
+Images come before everything else of a layer: `megatron/images.py` places them, and a token then has three positions.
+
 This module uses no process group: `PackLayout` has the context-parallel rank and size and the padding multiples.
 """
 
@@ -28,6 +30,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rft.megatron.images import Images, Seen
 from megatron_rft.records import Batch, Support, segment_ids, send, take_segments
 
 
@@ -80,14 +83,22 @@ class MicroBatch:
 
 
 @dataclass
-class SharedPrompts(PackedSeqParams):
+class Packed(PackedSeqParams):
+    """Packed sequences whose tokens have positions of their own. [T] or, with images, [3, T] in time, height and width,
+    of the tokens of all context-parallel ranks."""
+
+    position_ids: Tensor | None = None
+    seen: Seen | None = None
+
+
+@dataclass
+class SharedPrompts(Packed):
     """A packed micro-batch in which responses share prompts.
 
     The inherited fields describe one long sequence, which is what megatron-core's rotary embedding must see. Attention
     reads `segments` and `groups`. In the example above: segments (0, 2, 3, 5), groups ((0, 2, 5),).
     """
 
-    position_ids: Tensor | None = None  # [T]
     # Ends of the segments within which tokens attend causally: a prompt, a response, or a prompt with its only
     # response. Begins with 0.
     segments: tuple[int, ...] = ()
@@ -156,13 +167,20 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def pack(
-    batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] | None = None
+    batch: Batch,
+    layout: PackLayout,
+    device: torch.device,
+    routes: Sequence[Tensor | None] | None = None,
+    images: Images | None = None,
 ) -> MicroBatch:
     """Build the model's inputs for one micro-batch on this rank. `routes`, if the model has routers: of each sequence
-    its [fed tokens, layers, experts per token], or None."""
+    its [fed tokens, layers, experts per token], or None. `images`: those of the prompts, in packed sequences."""
     groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
     cells, padded = _place(batch, groups, layout)
     tokens, positions = cells.fill()
+    keys = batch.images[cells.first]
+    assert images is not None or (keys < 0).all(), "prompts with images, and a model that has none"
+    placed = images.place(cells, keys, tokens, positions) if (keys >= 0).any() else None
     lines = 1 if layout.packed else len(batch)
     held = zigzag(padded, layout.cp_size, layout.cp_rank).view(lines, -1)  # [1, T_local] or [b, S_local]
     order = held.T.flatten()  # in the model's order
@@ -177,6 +195,8 @@ def pack(
         packed = _shared_params(cells, send(positions, device), ends_on)
     else:
         packed = _variable_length(ends, ends, ends_on)
+    if placed is not None:
+        packed = replace(packed, position_ids=send(placed.positions, device), seen=placed.seen(order, device))
     uses = None if routes is None else send(cells.uses()[order], device)
     table = cells.routes(routes or ())
     table = None if table is None else send(table[order], device)
@@ -206,14 +226,24 @@ class _Cells:
     responses: Tensor  # [B] first cell of each response's fed tokens
     total: int
 
+    @cached_property
+    def first(self) -> Tensor:
+        """[N] the first sequence of each group."""
+        index = torch.arange(len(self.batch))
+        return torch.full_like(self.prompts, len(index)).scatter_reduce(0, self.groups, index, "amin")
+
+    @cached_property
+    def fed(self) -> tuple[Tensor, Tensor]:
+        """[fed response tokens] the cell and the sequence of each."""
+        lens = fed_lens(self.batch)
+        return _cells(self.responses, lens), segment_ids(lens)
+
     def fill(self) -> tuple[Tensor, Tensor]:
         """Return [total] token ids and [total] position ids, 0 in padding."""
         batch, lens = self.batch, fed_lens(self.batch)
         tokens, positions = (torch.zeros(self.total, dtype=torch.long) for _ in range(2))
-        prompt, response = _cells(self.prompts, self.prompt_lens), _cells(self.responses, lens)
-        index = torch.arange(len(batch))
-        first = torch.full_like(self.prompts, len(batch)).scatter_reduce(0, self.groups, index, "amin")  # of each group
-        tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, first)
+        prompt, (response, _) = _cells(self.prompts, self.prompt_lens), self.fed
+        tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, self.first)
         tokens[response] = batch.response_ids[_cells(batch.response_lens.cumsum(0) - batch.response_lens, lens)]
         positions[prompt] = _offsets(self.prompt_lens)
         positions[response] = _cells(batch.prompt_lens, lens)
@@ -223,7 +253,7 @@ class _Cells:
         """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""
         uses = torch.zeros(self.total, dtype=torch.long)
         uses[_cells(self.prompts, self.prompt_lens)] = self.groups.bincount().repeat_interleave(self.prompt_lens)
-        uses[_cells(self.responses, fed_lens(self.batch))] = 1
+        uses[self.fed[0]] = 1
         return uses
 
     def routes(self, given: Sequence[Tensor | None]) -> Tensor | None:
@@ -287,7 +317,7 @@ def _place(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Te
 def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> PackedSeqParams:
     """Return the parameters of concatenated sequences from the ends of their queries and keys, which begin with 0."""
     ends_q, ends_kv = (send(torch.tensor(ends, dtype=torch.int32), device) for ends in (queries, keys))
-    return PackedSeqParams(
+    return Packed(
         qkv_format="thd",
         cu_seqlens_q=ends_q,
         cu_seqlens_kv=ends_kv,

@@ -18,6 +18,7 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
+from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -117,6 +118,8 @@ class EngineBuilder:
         `arguments`: vLLM's, for the refiner. `gpu_share`: of the device's memory; None if no other process uses the
         device.
         """
+        if sees(hf_config):
+            raise ConfigError(f"model.path: engines do not support {hf_config.model_type} models, only training does")
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
             max_model_len=self.longest(hf_config),

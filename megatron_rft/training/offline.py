@@ -141,7 +141,7 @@ class Reference:
     def _output_weight(self) -> Tensor:
         """[V, H] the whole output matrix."""
         hf_config, given = self.actor.hf_config, self.model.reference
-        name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+        (name,) = self.actor.mapping.hf_names("output_layer.weight")
         if given is None:
             return build.start_weights(self.model, self.seed, hf_config)(name)
         return weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)

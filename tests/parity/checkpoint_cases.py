@@ -22,9 +22,11 @@ from megatron_rft.conversion.torch_dist_writer import MegatronWriter
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import start_results_queue
-from tests.families import FAMILIES as NEW
+from tests.families import FAMILIES as TEXT
+from tests.families import SEEING
 from tests.parity.hf_cases import FAMILIES, own_tensors, section
 
+NEW = TEXT | SEEING
 LAYOUTS = {
     "tp1": {},
     "tp2": dict(tp=2),

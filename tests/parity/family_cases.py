@@ -3,15 +3,17 @@
 usage: family_cases.py FOLDER FAMILY [FAMILY ...]
 
 transformers computes the sequences one by one; the actor packs them, lets responses share prompts, or pads them, in
-micro-batches of several sizes. Prints one line per family and layout.
+micro-batches of several sizes. A model that sees gets prompts with no, one and two images. Prints one line per family
+and layout.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
@@ -19,10 +21,11 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences
 from megatron_rft.families.shapes import experts, hf_shapes
 from megatron_rft.families.tables import family_of
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.families.towers import sees
+from megatron_rft.megatron import images, parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch
-from tests.families import FAMILIES
+from tests.families import FAMILIES, IMAGE, SEEING, transformers_class
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
 from tests.parity.hf_cases import own_tensors
 
@@ -31,22 +34,68 @@ LAYOUTS = {  # by the number of ranks; without a layout all ranks are data-paral
     2: [dict(), dict(tp=2), dict(tp=2, sp=1), dict(pp=2, vpp=2), dict(cp=2), dict(ep=2)],
     4: [dict(tp=2, sp=1, pp=2), dict(tp=2, sp=1, ep=2, etp=1)],
 }
+MORE = {  # of models that see; `flat`: with positions in one dimension, which has to differ
+    1: [dict(frozen=1, recompute=1), dict(recompute=2), dict(flat=1)],
+    2: [dict(dist=1, overlap=1, budget=40), dict(cp=2, dist=1, recompute=1)],
+    4: [dict(tp=2, sp=1, cp=2), dict(pp=2, cp=2, budget=40)],
+}
 TEMPERATURE = 0.8
 
 
-def mini_batch(vocab_size: int) -> Batch:
-    """Six ragged responses to two prompts, and a weight for each of their tokens."""
+def layouts(config, ranks: int) -> list[dict]:
+    return LAYOUTS[ranks] + (MORE[ranks] if sees(config) else [])
+
+
+def mini_batch(config) -> Batch:
+    """Six ragged responses to two prompts, and a weight for each of their tokens. With images also two responses to a
+    prompt that has the ids of another, and other pixels."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(count: int) -> list[int]:
-        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+        return torch.randint(0, min(config.vocab_size, IMAGE), (count,), generator=generator).tolist()
 
+    if sees(config):
+        return seeing_batch(ids, generator)
     prompts = [ids(5), ids(9)]
     batch = Batch.of([prompts[i // 3] for i in range(6)], [ids(n) for n in (11, 3, 17, 24, 1, 8)])
-    batch = batch.with_sequences(group=torch.arange(6) // 3)
+    return weighted(batch.with_sequences(group=torch.arange(6) // 3), generator)
+
+
+def weighted(batch: Batch, generator: torch.Generator) -> Batch:
     count = len(batch.response_ids)
     noise = torch.randn(count, generator=generator)
     return batch.with_tokens(noise=noise, response_mask=torch.ones(count))
+
+
+def seeing_batch(ids, generator: torch.Generator) -> Batch:
+    one, two = [*ids(3), *[IMAGE] * 6, *ids(2)], [*[IMAGE] * 4, *ids(3), *[IMAGE] * 2, *ids(1)]
+    prompts, keys = [one, one, two, ids(5)], [7, 8, 9, -1]
+    owners = [0, 0, 1, 1, 2, 2, 3, 3]
+    batch = Batch.of([prompts[i] for i in owners], [ids(n) for n in (11, 3, 17, 24, 1, 8, 5, 2)])
+    group, keys = torch.tensor(owners), torch.tensor([keys[i] for i in owners])
+    return weighted(batch.with_sequences(group=group, images=keys), generator)
+
+
+class Pictures:
+    """Images by key."""
+
+    def __init__(self, config):
+        tower = config.vision_config
+        self.width = 3 * 2 * tower.patch_size**2
+
+    def grids(self, key: int) -> list[tuple[int, int, int]]:
+        return [(1, 4, 4), (1, 4, 2)] if key == 9 else [(1, 4, 6)]
+
+    def pixels(self, key: int) -> torch.Tensor:
+        patches = sum(t * h * w for t, h, w in self.grids(key))
+        return torch.randn(patches, self.width, generator=torch.Generator().manual_seed(key))
+
+    def of_transformers(self, key: int, ids: torch.Tensor) -> dict:
+        if key < 0:
+            return {}
+        sizes = torch.tensor(self.grids(key))
+        seen = dict(pixel_values=self.pixels(key), image_grid_thw=sizes)
+        return seen | dict(mm_token_type_ids=(ids == IMAGE).int())
 
 
 class Weighted:
@@ -63,14 +112,15 @@ class Weighted:
         return {}
 
 
-def reference(path: Path, batch: Batch, dtype=torch.float32):
+def reference(config, path: Path, batch: Batch, dtype=torch.float32):
     """transformers' (log-probs [R], entropies [R], gradients by name)."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers_class(config).from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     logprobs, entropies = [], []
     for i in range(len(batch)):
         one = batch.select(torch.tensor([i]))
         ids = torch.cat([one.prompt_ids, one.response_ids])[None]
-        logits = model(ids).logits[0, len(one.prompt_ids) - 1 : -1].float() / TEMPERATURE
+        seen = Pictures(config).of_transformers(int(one.images), ids) if sees(config) else {}
+        logits = model(ids, **seen).logits[0, len(one.prompt_ids) - 1 : -1].float() / TEMPERATURE
         found = logits.log_softmax(-1)
         logprobs.append(found.gather(-1, one.response_ids[:, None])[:, 0])
         entropies.append(-(found.exp() * found).sum(-1))
@@ -99,6 +149,7 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
     options = {KEYS[k]: v for k, v in case.items() if k in KEYS} | RECOMPUTE.get(case.get("recompute"), {})
     if "etp" in case:
         options["expert_tensor_parallel_size"] = case["etp"]
+    options |= {"overlap_grad_reduce": True} if "overlap" in case else {}
     megatron = Megatron(sequence_parallel=bool(case.get("sp")), **options)
     parallel.initialize(megatron)
     budget = case.get("budget", 1000)
@@ -108,7 +159,13 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
         pack_sequences=not case.get("padded"),
         share_prompts="auto" if case.get("shared", 1) else "off",
     )
-    actor = Actor(config, megatron, batching, precision, temperature=TEMPERATURE, optimizer=OPTIMIZER)
+    optimizer = OPTIMIZER | dict(use_distributed_optimizer=bool(case.get("dist")))
+    trained = sees(config) and not case.get("frozen")
+    actor = Actor(
+        config, megatron, batching, precision, temperature=TEMPERATURE, optimizer=optimizer, trains_tower=trained
+    )
+    if sees(config):
+        actor.see(Pictures(config))
     folder = weights.open_folder(path, config)
     actor.load(folder)
     wrong = [name for name, tensor in actor.stream() if not torch.equal(tensor.cpu(), folder(name).to(tensor.dtype))]
@@ -116,6 +173,8 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
     wrong += sorted(names ^ set(hf_shapes(config)))
     out = actor.outputs(batch, frozenset({"logprobs", "entropy"}))
     actor.backward(batch, Weighted, {})
+    if "dist" in case:
+        gather_gradients(actor)
     with actor.use_weights([getattr(t, "main_grad", t).clone() for t in actor.tensors()]):
         gradients = {name: tensor.clone().cpu() for name, tensor in actor.stream()}
     parallel.destroy_layout()
@@ -123,9 +182,22 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
     return out["logprobs"], out["entropy"], gradients, wrong
 
 
+def gather_gradients(actor) -> None:
+    """With the distributed optimizer a rank has the sum over ranks of its own part of each bucket."""
+    for buffer in (buffer for chunk in actor.chunks for buffer in chunk.buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            parts = list(bucket.grad_data.chunk(group.size()))
+            dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
 def compare(config, case: dict, path: Path, batch: Batch, expected) -> list:
     """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]"""
-    logprobs, entropy, gradients, wrong = computed(config, case, path, batch)
+    flat = patch.object(images, "rope_positions", lambda ids, *_: torch.arange(len(ids)).expand(3, -1))
+    with flat if "flat" in case else nullcontext():
+        logprobs, entropy, gradients, wrong = computed(config, case, path, batch)
+    if "frozen" in case:  # here are weights instead of gradients
+        gradients = {name: gradient for name, gradient in gradients.items() if "visual." not in name}
     far = {name: relative(gradient, expected[2][name]) for name, gradient in gradients.items()}
     worst = max(far, key=far.get)
     return [relative(logprobs, expected[0]), relative(entropy, expected[1]), far[worst], worst, wrong]
@@ -133,7 +205,7 @@ def compare(config, case: dict, path: Path, batch: Batch, expected) -> list:
 
 def rounding(config, path: Path, batch: Batch, exact) -> list:
     """[log-probs, gradients]: the distance of bf16 from fp32, over that of transformers' bf16 from fp32."""
-    own, theirs = computed(config, {}, path, batch, "bf16"), reference(path, batch, torch.bfloat16)
+    own, theirs = computed(config, {}, path, batch, "bf16"), reference(config, path, batch, torch.bfloat16)
 
     def distances(found):
         norms = [(gradient.float() - exact[2][name]).norm() for name, gradient in found[2].items() if name in own[2]]
@@ -143,6 +215,8 @@ def rounding(config, path: Path, batch: Batch, exact) -> list:
 
 
 def possible(config, case: dict) -> bool:
+    if sees(config) and "padded" in case:
+        return False
     if case == dict(tp=2) and needs_sequence_parallel(config):
         return False
     return ("ep" not in case or bool(experts(config))) and ("cp" not in case or not whole_sequences(config))
@@ -165,13 +239,13 @@ def main() -> None:
     logging.disable_progress_bar()
     parallel.initialize(Megatron())
     for family in sys.argv[2:]:
-        config, path = FAMILIES[family], Path(sys.argv[1]) / family
+        config, path = (FAMILIES | SEEING)[family], Path(sys.argv[1]) / family
         write_folder(path, config)
-        batch = mini_batch(config.vocab_size)
-        expected = reference(path, batch) if parallel.rank() == 0 else None
+        batch = mini_batch(config)
+        expected = reference(config, path, batch) if parallel.rank() == 0 else None
         holder = [expected]
         dist.broadcast_object_list(holder)
-        for case in LAYOUTS[dist.get_world_size()]:
+        for case in layouts(config, dist.get_world_size()):
             if not possible(config, case):
                 continue
             if whole_experts(config):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import FAMILIES
+from tests.families import FAMILIES, SEEING
 from tests.parity.launch import run_ranks
 
 # families x tied or not x layouts, one each with virtual stages and with experts, and one layout of each other family
-CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2 + len(FAMILIES)
+CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2 + len(FAMILIES | SEEING)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ FAMILIES = {
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[0]
     ),
     **families.FAMILIES,
+    **families.SEEING,
 }
 
 
@@ -42,7 +43,7 @@ def write(path, hf_config, dtype=torch.bfloat16):
         writer.add(name, torch.arange(first, first + count).view(shape).sin().to(dtype))
         first += count
     writer.finish(hf_config, None)
-    for name in ("tokenizer.json", "generation_config.json"):
+    for name in ("tokenizer.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"):
         (path / name).write_text("{}")
     (path / "chat_template.jinja").write_text("{{ messages }}")
     return SourceCheckpoint(path, "hf", hf_config, path)
@@ -76,14 +77,16 @@ def test_there_and_back(tmp_path, family):
     assert there.digest == again.digest == back.digest and back.tensors == len(hf_shapes(hf_config))
     before, after = HFFolder(source.path, hf_config), HFFolder(tmp_path / "back", hf_config)
     assert all(torch.equal(before(name), after(name)) for name in hf_shapes(hf_config))
-    assert after("model.norm.weight").dtype is torch.bfloat16
-    expected, found = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (source.path, tmp_path / "back"))
+    assert {after(name).dtype for name in hf_shapes(hf_config)} == {torch.bfloat16}
+    kind = families.transformers_class(hf_config)
+    expected, found = (kind.from_pretrained(p).eval() for p in (source.path, tmp_path / "back"))
     ids = torch.arange(8)[None]
     assert torch.equal(expected(ids).logits, found(ids).logits)
 
 
 def test_what_belongs_to_the_model_comes_along(source, megatron):
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"):
+    companions = ("tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json")
+    for name in (*companions, "preprocessor_config.json", "processor_config.json"):
         assert (megatron.path / name).is_file()
     report = json.loads((megatron.path / "conversion.json").read_text())
     assert report["source"] == str(source.path) and report["tensors"] == len(hf_shapes(source.hf_config))

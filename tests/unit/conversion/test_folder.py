@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes, load_config
+from megatron_rft.families.tables import family_of
 from megatron_rft.utils.errors import DataError
+from tests.families import SEEING
 from tests.shapes import SMALL
 
 CONFIG = Qwen3Config(**SMALL, tie_word_embeddings=True)
@@ -97,6 +99,20 @@ def test_a_configuration_that_cannot_be(tmp_path, wrong, why):
     config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
     with pytest.raises(DataError, match=f"no model configuration can be loaded from {tmp_path}: .*{why}"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("own", [("model.", "visual."), ("model.language_model.", "model.visual.")])
+def test_a_model_that_sees_is_read_under_the_names_of_any_version(tmp_path, family, own):
+    config = SEEING[family]
+    writer, (text, tower), table = FolderWriter(tmp_path / "out"), own, family_of(config)
+    for name, shape in hf_shapes(config).items():
+        stored = name.replace(table.tower, tower) if "visual." in name else name.replace(table.prefix, text)
+        writer.add(stored, torch.full(shape, float(len(name))))
+    writer.finish(config, None)
+    folder = HFFolder(tmp_path / "out", load_config(tmp_path / "out"))
+    assert all((folder(name) == len(name)).all() for name in hf_shapes(config)) and not folder.skipped
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
 
 
 @pytest.mark.parametrize(

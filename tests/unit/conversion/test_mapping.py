@@ -5,9 +5,10 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.conversion import Mapping, hf_shapes
+from megatron_rft.conversion.folder import whole_config
 from megatron_rft.families.tables import family_of
 from megatron_rft.utils.errors import DataError
-from tests.families import FAMILIES
+from tests.families import FAMILIES, SEEING, transformers_class
 from tests.shapes import SMALL
 
 SIZES = SMALL | dict(hidden_size=8, intermediate_size=12, head_dim=2)
@@ -77,7 +78,6 @@ def test_gate_comes_before_up():
 def test_shapes_are_those_of_transformers(tmp_path):
     """The names and shapes that transformers itself writes, for a config with every feature of the table."""
     from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
 
     for config in (
         LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -85,8 +85,9 @@ def test_shapes_are_those_of_transformers(tmp_path):
         Qwen3Config(**SIZES),
         Qwen3MoeConfig(**SIZES, **MIXTURE),
         *FAMILIES.values(),
+        *SEEING.values(),
     ):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "written")
+        transformers_class(config).from_config(whole_config(config)).save_pretrained(tmp_path / "written")
         with safe_open(tmp_path / "written" / "model.safetensors", "pt") as file:
             written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         assert hf_shapes(config) == written, config.model_type

@@ -17,7 +17,10 @@ from megatron_rft.families.tables import FAMILIES as TABLES
 from megatron_rft.plan.layout import Layout, check_layout, problems
 from megatron_rft.plan.model_shape import ModelShape, read_shape
 from megatron_rft.utils.errors import ConfigError, DataError
-from tests.families import FAMILIES
+from tests.families import FAMILIES as TEXT
+from tests.families import SEEING
+
+FAMILIES = TEXT | SEEING
 
 
 def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tmp_path):
@@ -54,6 +57,8 @@ def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tm
         ("olmo3", "rope_parameters", {"sliding_attention": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha"),
         ("gpt_oss", "sliding_window", None, "without sliding_window"),
+        ("qwen2_5_vl", "rope_parameters", {"mrope_section": [1, 2, 2]}, "mrope_section .1, 2, 2. with heads of 8"),
+        ("qwen2_5_vl", "rope_parameters", {"mrope_section": [1, 2, 1], "mrope_interleaved": True}, "does not read"),
         ("qwen3_5", "layer_types", ["chunked_attention"] * 4, "layer_types chunked_attention"),
     ],
 )

@@ -1,0 +1,117 @@
+"""Places the images of prompts in a packed micro-batch.
+
+A prompt's image is a run of image tokens, one for each `merge` x `merge` patches. Its features come from the vision
+tower and replace the embeddings of these tokens. Positions have three axes, time, height and width. A text token has
+the same position in all; an image of (t, h, w) such cells has a grid of them, and the text after it goes on behind its
+longer side (Qwen2-VL, arXiv:2409.12191, section 2.1). A text, an image of 2 x 3 and a text:
+
+    time    0 1 | 2 2 2 2 2 2 | 5 6
+    height  0 1 | 2 2 2 3 3 3 | 5 6
+    width   0 1 | 2 3 4 2 3 4 | 5 6
+
+Images are large, so a batch has only their keys. Each rank asks its source for what it computes: grids, and on the
+first pipeline stage pixels, once for all responses to a prompt in a micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rft.records import send
+from megatron_rft.utils.errors import DataError
+
+Grid = tuple[int, int, int]  # patches of an image in time, height and width
+
+
+@dataclass
+class Seen:
+    """The images of a micro-batch on one rank. `pixels` [patches, width], on the first pipeline stage, and `grids`
+    [images, 3]: the tower's inputs. `cells` [n]: the image tokens among this context-parallel rank's tokens; `features`
+    [n]: the tower's output for each. `deep`: what the forward pass adds after the first layers, by layer."""
+
+    pixels: Tensor | None
+    grids: Tensor
+    cells: Tensor
+    features: Tensor
+    deep: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class Images:
+    """`source` has, for the key of a prompt's images, `grids(key)`, a list of Grid, and `pixels(key)`, [patches,
+    width]. `token`: the id of image tokens. `first_stage`: this rank needs pixels."""
+
+    source: Any
+    token: int
+    merge: int
+    first_stage: bool
+
+    def place(self, cells: Any, keys: Tensor, tokens: Tensor, positions: Tensor) -> "Placed":
+        """Place the images `keys` [N] of the groups of `cells` (packing._Cells), whose `tokens` and `positions` [T]
+        have no images yet."""
+        rope, features = positions.expand(3, -1).clone(), torch.full_like(tokens, -1)
+        firsts, later = {}, torch.zeros(len(keys), dtype=torch.long)  # of each key; added behind each group's prompt
+        count = 0
+        spans = zip(keys.tolist(), cells.prompts.tolist(), cells.prompt_lens.tolist(), strict=True)
+        for group, (key, start, length) in enumerate(spans):
+            if key < 0:
+                continue
+            span = slice(start, start + length)
+            rope[:, span] = own = rope_positions(tokens[span], self.source.grids(key), self.token, self.merge)
+            later[group] = own.max() + 1 - length
+            mine = (tokens[span] == self.token).nonzero().flatten()
+            if key not in firsts:
+                firsts[key], count = count, count + len(mine)
+            features[start + mine] = firsts[key] + torch.arange(len(mine))
+        rope += self._behind(cells, later, tokens)
+        return Placed(rope, features, [self.source.grids(key) for key in firsts], self._pixels(firsts))
+
+    def _behind(self, cells: Any, later: Tensor, tokens: Tensor) -> Tensor:
+        """[T] what the positions of responses are more than without images."""
+        places, sequences = cells.fed
+        if (tokens[places] == self.token).any():
+            raise DataError(f"a response has the token {self.token} of an image, which has no image: leave it out")
+        return torch.zeros_like(tokens).index_copy(0, places, later[cells.groups[sequences]])
+
+    def _pixels(self, keys: dict[int, int]) -> Tensor | None:
+        return torch.cat([self.source.pixels(key) for key in keys]) if self.first_stage else None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Placed images: `positions` [3, T], `features` [T] the tower's output for each token, -1 for text."""
+
+    positions: Tensor
+    features: Tensor
+    grids: list[list[Grid]]
+    pixels: Tensor | None
+
+    def seen(self, order: Tensor, device: torch.device) -> Seen:
+        """What a rank that computes the tokens `order` sees."""
+        mine = self.features[order]
+        cells = (mine >= 0).nonzero().flatten()
+        grids = torch.tensor([grid for each in self.grids for grid in each])
+        pixels = None if self.pixels is None else send(self.pixels, device)
+        return Seen(pixels, send(grids, device), send(cells, device), send(mine[cells], device))
+
+
+def rope_positions(ids: Tensor, grids: list[Grid], token: int, merge: int) -> Tensor:
+    """[n] ids of a prompt -> [3, n] positions. Raises DataError if its runs of image tokens do not fit `grids`."""
+    same, lengths = (ids == token).unique_consecutive(return_counts=True)
+    cells = [(t, h // merge, w // merge) for t, h, w in grids]
+    if (found := lengths[same].tolist()) != (wanted := [math.prod(cell) for cell in cells]):
+        raise DataError(f"a prompt has runs of {found} image tokens, and its images {grids} need {wanted}")
+    parts, start, rest = [], 0, iter(cells)
+    for is_image, length in zip(same.tolist(), lengths.tolist(), strict=True):
+        if is_image:
+            t, h, w = next(rest)
+            axes = torch.meshgrid(*map(torch.arange, (t, h, w)), indexing="ij")
+            parts.append(torch.stack(axes).view(3, -1) + start)
+            start += max(h, w)
+        else:
+            parts.append(torch.arange(start, start + length).expand(3, -1))
+            start += length
+    return torch.cat(parts, 1)
