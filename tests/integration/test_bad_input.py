@@ -88,7 +88,7 @@ def test_a_truncated_parquet_file_is_named(tmp_path, capsys, end):
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1"], "answer": ["1"]}), tmp_path / "whole")
     (tmp_path / "train.parquet").write_bytes((tmp_path / "whole").read_bytes()[:end])
     error = refused(capsys, recipe)
-    assert "train.parquet: not a parquet file, or a broken one" in error and one_sentence(error)
+    assert "train.parquet: cannot be read as a parquet file" in error and one_sentence(error)
 
 
 def test_a_recipe_that_is_not_utf_8_is_named(tmp_path, capsys):
