@@ -12,6 +12,11 @@ A batch is *ragged*: sequences lie end to end, without padding. Two sequences wi
     response_ids  = [8, 9, 2, 2]    response_lens = [3, 1]
     tokens["old_logprobs"] has shape [R] = [4], sequences["rewards"] has shape [B] = [2]
 
+An episode is one sequence, also if the model reads it in several segments, such as a conversation and the summary that
+replaces it. So what counts, averages or compares sequences, does so with episodes. Its response has the turns of all
+segments in the order of sampling, and before the first turn of a later segment that segment's prompt, with mask 0. Only
+`by_segment` tells segments apart, for the model's inputs.
+
 A batch is small (a few bytes per token), so every rank holds the whole global batch and computes credit assignment,
 filters and PIPO's statistics identically.
 """
@@ -71,7 +76,7 @@ class Support(NamedTuple):
 OPTIONAL = ("context_ids", "context_lens", "refined_ids", "refined_lens")
 RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens", *OPTIONAL)
 PAIRS = tuple(zip(RAGGED[::2], RAGGED[1::2], strict=True))  # ids, and lengths by sequence
-OWN = (*RAGGED, "support_ids", "support_lens")  # all fields but the named values
+OWN = (*RAGGED, "support_ids", "support_lens", "segment_of")  # all fields but the named values
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class Batch:
     refined_lens: Tensor | None = None  # [B] int64
     support_ids: Tensor | None = None  # [K] int32
     support_lens: Tensor | None = None  # [R] int32
+    # [R] int32 the segment of each response token: 0, 1 ... in its sequence; -s in the prompt of segment s > 0. None: 0
+    segment_of: Tensor | None = None
 
     def __post_init__(self):
         for name, value in self.tokens.items():
@@ -201,6 +208,46 @@ class Batch:
         assert len(lens) == len(self.response_ids), f"{len(lens)} supports, {len(self.response_ids)} response tokens"
         return replace(self, support_ids=ids, support_lens=lens)
 
+    def with_segments(self, segments: Sequence[Sequence[int]]) -> "Batch":
+        """Add the segment of each response token, by response; an empty list means that all are of segment 0."""
+        ends = self.response_lens.cumsum(0).tolist()
+        segment_of = torch.zeros(len(self.response_ids), dtype=torch.int32)
+        for end, given in zip(ends, segments, strict=True):
+            segment_of[end - len(given) : end] = torch.as_tensor(given, dtype=torch.int32)
+        return replace(self, segment_of=segment_of)
+
+    @property
+    def segment_counts(self) -> Tensor:
+        """[B] the segments of each sequence, at least 1."""
+        ones = torch.ones(len(self), dtype=torch.long)
+        if self.segment_of is None:
+            return ones
+        return ones.scatter_reduce(0, self.sequence_ids, 1 + self.segment_of.long(), "amax")
+
+    def by_segment(self) -> tuple["Batch", Tensor]:
+        """What the model reads: the ids of prompts and responses, each segment as a sequence of its own, and [R'] the
+        places of their response tokens in R. There the prompts of later segments are no response tokens."""
+        if self.segment_of is None:
+            return self, torch.arange(len(self.response_ids))
+        counts = self.segment_counts
+        first = counts.cumsum(0) - counts
+        segment = first[self.sequence_ids] + self.segment_of.abs()
+        order = segment.argsort(stable=True)
+        opens = self.segment_of[order] < 0
+        prompts, places = order[opens], order[~opens]
+        lens = torch.zeros(int(counts.sum()), dtype=torch.long)
+        prompt_lens = lens.index_add(0, segment[prompts], torch.ones_like(prompts)).index_copy(
+            0, first, self.prompt_lens
+        )
+        number = segment_ids(prompt_lens)
+        ids = torch.empty_like(number)
+        of_first = torch.isin(number, first)
+        ids[of_first], ids[~of_first] = self.prompt_ids, self.response_ids[prompts]
+        images = torch.full_like(lens, -1).index_copy(0, first, self.images)
+        sequences = {"images": images} if "images" in self.sequences else {}
+        response_lens = segment[places].bincount(minlength=len(lens))
+        return Batch(ids, prompt_lens, self.response_ids[places], response_lens, sequences=sequences), places
+
     def support_of(self, index: Tensor) -> Support:
         """The support of the response tokens `index`, positions in R."""
         found = self._supports(index)
@@ -248,6 +295,8 @@ class Batch:
         own = {}
         if self.support_ids is not None:
             own = self._supports(take_segments(torch.arange(len(self.response_ids)), self.response_lens, index))
+        if self.segment_of is not None:
+            own["segment_of"] = take_segments(self.segment_of, self.response_lens, index)
         for ids, lens in PAIRS:
             if (values := getattr(self, ids)) is not None:
                 of = getattr(self, lens)
@@ -264,6 +313,8 @@ class Batch:
         lens = torch.zeros_like(self.response_lens).index_add_(0, self.sequence_ids, chosen.long())
         tokens = {name: values[chosen] for name, values in self.tokens.items()}
         kept = self._supports(chosen.nonzero().flatten())
+        if self.segment_of is not None:
+            kept["segment_of"] = self.segment_of[chosen]
         return replace(self, response_ids=self.response_ids[chosen], response_lens=lens, tokens=tokens, **kept)
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
@@ -291,6 +342,10 @@ def concatenate(batches: list[Batch]) -> Batch:
     first = batches[0]
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
+    if any(batch.segment_of is not None for batch in batches):
+        none = [()] * max(map(len, batches))
+        batches = [b if b.segment_of is not None else b.with_segments(none[: len(b)]) for b in batches]
+        first = batches[0]
     present = [name for name in OWN if getattr(first, name) is not None]
     return Batch(
         **{name: torch.cat([getattr(b, name) for b in batches]) for name in present},

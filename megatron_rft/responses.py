@@ -62,6 +62,12 @@ class Response:
         return own + sum(segment.length for segment in self.segments)
 
     @property
+    def segment_count(self) -> int:
+        if len(self.segment_of):
+            return len({int(self.segment_of[first]) for first, *_ in self.turns})
+        return 1 + len(self.segments)
+
+    @property
     def last_turn(self) -> tuple[int, ...]:
         """What a verifier judges."""
         return self.token_ids[slice(*self.turns[-1][:2])] if self.turns else self.token_ids

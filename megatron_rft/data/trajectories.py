@@ -47,6 +47,8 @@ class Trajectory:
     finish_reason: Annotated[str, pa.string()]
     # first, end, first, end ... of the policy's tokens; null: all
     turns: Annotated[list[int] | None, IDS] = None
+    # of an episode with segments: the segment of each token, -s in the prompt of segment s > 0
+    segment_of: Annotated[tuple[int, ...] | None, IDS] = None
     # the problem's prompt, if an environment's first messages follow it
     problem_ids: Annotated[tuple[int, ...] | None, IDS] = None
     # JSON of the problem's other fields (tests, tools, level), with its first response
@@ -217,7 +219,8 @@ def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
     """Tensors instead of the rows' lists, which take twenty times the memory. `episodic`: an environment wrote some of
     the tokens."""
     masks = {"response_mask": torch.cat([_mask(row) for row in rows])} if episodic else {}
-    return Batch.of(
+    segments = [row.get("segment_of") or () for row in rows]
+    batch = Batch.of(
         [row["prompt_ids"] for row in rows],
         [row["response_ids"] for row in rows],
         tokens=masks,
@@ -226,6 +229,7 @@ def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
             "rewards": torch.tensor([float(row["reward"]) for row in rows]),
         },
     )
+    return batch.with_segments(segments) if any(segments) else batch
 
 
 def _rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:

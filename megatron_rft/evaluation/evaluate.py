@@ -87,7 +87,7 @@ class GradedSampler:
         seed = partial(request_seed, self.seed, name)
         requests = [Request(p.index, p.token_ids, self.samples, seed(p.index), problem=p) for p in prompts]
         answered = [
-            (by_index[group.id], number, response)
+            (by_index[group.id], number, response.joined())
             for group in self.engine.generate(requests, self.sampling)
             for number, response in enumerate(group.responses)
         ]

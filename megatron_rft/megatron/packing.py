@@ -137,8 +137,8 @@ class SharedPrompts(Packed):
 
 
 def fed_lens(batch: Batch) -> Tensor:
-    """Return [B]: the number of response tokens that are fed, all but the last."""
-    return (batch.response_lens - 1).clamp(min=0)
+    """Return [B]: the number of response tokens that are fed, all but the last of each segment."""
+    return (batch.response_lens - batch.segment_counts).clamp(min=0)
 
 
 def filler(batch: Batch) -> Batch:
@@ -175,40 +175,55 @@ def pack(
 ) -> MicroBatch:
     """Build the model's inputs for one micro-batch on this rank. `routes`, if the model has routers: of each sequence
     its [fed tokens, layers, experts per token], or None. `images`: those of the prompts, in packed sequences."""
-    groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
-    cells, padded = _place(batch, groups, layout)
+    inside, places = batch.by_segment()
+    groups = inside.prompt_numbers if layout.share_prompts else torch.arange(len(inside))
+    cells, padded = _place(inside, groups, layout)
     tokens, positions = cells.fill()
-    keys = batch.images[cells.first]
+    keys = inside.images[cells.first]
     assert images is not None or (keys < 0).all(), "prompts with images, and a model that has none"
     placed = images.place(cells, keys, tokens, positions) if (keys >= 0).any() else None
-    lines = 1 if layout.packed else len(batch)
+    lines = 1 if layout.packed else len(inside)
     held = zigzag(padded, layout.cp_size, layout.cp_rank).view(lines, -1)  # [1, T_local] or [b, S_local]
     order = held.T.flatten()  # in the model's order
     place = torch.full((cells.total,), -1)
     place[order] = torch.arange(len(order))
-    rows = place[cells.predicting()]  # [R], -1 where another rank predicts
+    rows = torch.full((len(batch.response_ids),), -1)  # [R], -1 where another rank predicts, or none
+    rows[places] = place[cells.predicting()]
     kept = (rows >= 0).nonzero().flatten()
     ends, ends_on = [0, *padded.cumsum(0).tolist()], torch.device("cpu") if layout.ends_on_host else device
     if not layout.packed:
         packed = None
-    elif len(padded) < len(batch):
+    elif len(padded) < len(inside):
         packed = _shared_params(cells, send(positions, device), ends_on)
     else:
         packed = _variable_length(ends, ends, ends_on)
     if placed is not None:
         packed = replace(packed, position_ids=send(placed.positions, device), seen=placed.seen(order, device))
     uses = None if routes is None else send(cells.uses()[order], device)
-    table = cells.routes(routes or ())
+    table = cells.routes(_by_segment(routes or (), batch, inside))
     table = None if table is None else send(table[order], device)
     return _written(MicroBatch(batch, send(tokens[held], device), packed, send(rows[kept], device), kept, uses, table))
 
 
+def _by_segment(routes: Sequence[Tensor | None], batch: Batch, inside: Batch) -> Sequence[Tensor | None]:
+    """The routes of each sequence of `inside`, the segments of `batch`, whose routes lie end to end."""
+    if batch.segment_of is None:
+        return routes
+    parts = iter((inside.prompt_lens + fed_lens(inside)).tolist())
+    lens = [[next(parts) for _ in range(count)] for count in batch.segment_counts.tolist()]
+    split = ([None] * len(own) if r is None else r.split(own) for r, own in zip(routes, lens, strict=bool(routes)))
+    return [part for own in split for part in own]
+
+
 def _written(micro: MicroBatch) -> MicroBatch:
-    """Leave out the response tokens without any mask of 1. A filler has no others, and keeps its own: the heads'
-    collectives must match."""
+    """Leave out the prompts of later segments, and the response tokens without any mask of 1. A filler has no others,
+    and keeps its own: the heads' collectives must match."""
     batch = micro.batch
-    seen = torch.stack([batch.tokens.get(name, batch.response_mask) for name in _masks(batch)]).any(0)
-    if seen.all() or not seen.any():
+    predicted = torch.ones(len(batch.response_ids), dtype=torch.bool)
+    predicted = predicted if batch.segment_of is None else batch.segment_of >= 0
+    seen = torch.stack([batch.tokens.get(name, batch.response_mask) for name in _masks(batch)]).any(0) & predicted
+    seen = seen if seen.any() else predicted
+    if seen.all():
         return micro
     own = seen[micro.kept].nonzero().flatten()
     numbers = (seen.cumsum(0) - 1)[micro.kept[own]]

@@ -427,14 +427,16 @@ class Samples {
     if (sample.answer) say(`reference ${sample.answer.slice(0, 80)}`);
     if (sample.reason) say(`verifier: ${sample.reason.slice(0, 200)}`);
     const response = element("div", { class: "text response" }), all = numbers(sample), turns = sample.turns ?? [];
-    let part = response, spoken = null;
+    const pieces = sample.segments ?? [], segments = [response];
+    let part = response, spoken = null, within = 0;
     sample.tokens.forEach((token, i) => {
       const place = sample.omitted && i >= sample.head ? i + sample.omitted : i;  // in the whole response
       const turn = turns.findIndex(([first, end]) => first <= place && place < end);
-      if (turns.length && turn !== spoken) {
-        part = this.part(turn, turns);
-        response.append(part);
-        spoken = turn;
+      const of = pieces.find(([first, end]) => first <= place && place < end)?.[2] ?? 0;
+      if (turns.length && (turn !== spoken || of !== within)) {
+        part = this.part(turn, turns, of);
+        this.segment(segments, Math.abs(of), Math.abs(within)).append(part);
+        [spoken, within] = [turn, of];
       }
       if (sample.omitted && i === sample.head) part.append(element("span", { class: "omitted" }, `\n[... ${sample.omitted} tokens ...]\n`));
       const span = element("span", { style: `background: ${colour(kind, turns.length && turn < 0 ? null : all[kind]?.[i], scale)}` }, token);
@@ -446,10 +448,19 @@ class Samples {
   }
 
   // One part of a conversation, which can be folded: a turn of the policy, or what the environment said.
-  part(turn, turns) {
+  part(turn, turns, segment) {
     const reward = turns[turn]?.[2] ? `, reward ${written(turns[turn][2])}` : "";
-    const name = turn < 0 ? "environment" : `turn ${turn + 1}${reward}`;
+    const name = turn < 0 ? (segment < 0 ? "prompt" : "environment") : `turn ${turn + 1}${reward}`;
     return element("details", { class: turn < 0 ? "said" : "turn", open: "" }, element("summary", {}, name));
+  }
+
+  // Where a segment's parts go. An episode is a tree: a segment is in the one that had the turn before its first one.
+  segment(places, number, before) {
+    if (!places[number]) {
+      places[number] = element("details", { class: "segment", open: "" }, element("summary", {}, `segment ${number + 1}`));
+      places[before].append(places[number]);
+    }
+    return places[number];
   }
 
   hover(event, token, i, all) {

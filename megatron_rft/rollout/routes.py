@@ -47,10 +47,13 @@ class RouteStore:
             if rollout.score.error is not None:  # no batch has it, and its episode may have ended anywhere
                 kept.append(replace(rollout, response=replace(rollout.response, routes=-1)))
                 continue
-            prompt = len(rollout.response.prompt_ids or rollout.prompt.token_ids)
-            tokens = prompt + len(rollout.response.token_ids) - 1  # the last one is not fed
+            response, routes = rollout.response, rollout.response.routes
+            prompt = len(response.prompt_ids or rollout.prompt.token_ids)
+            tokens = prompt + len(response.token_ids) - response.segment_count  # the last ones are not fed
+            if response.segment_count > 1 and routes is not None:
+                routes = np.concatenate(routes)
             where = f"step {step}, problem {rollout.prompt.index}, response {rollout.sample}"
-            routes = self.checked(rollout.response.routes, tokens, where)
+            routes = self.checked(routes, tokens, where)
             key = step << 32 | rollout.prompt_index << 12 | rollout.sample
             self.held[key] = routes
             if rollout.response.prompt_ids is None:

@@ -248,7 +248,10 @@ class Sampler:
 
     def _score(self, prompt: Prompt, group: Group, refining: Refining | None) -> tuple[list[ScoredResponse], float]:
         start = time.perf_counter()
-        given, decode = group.responses, partial(self.tokenizer.decode, skip_special_tokens=True)
+        given, decode = (
+            [each.joined() for each in group.responses],
+            partial(self.tokenizer.decode, skip_special_tokens=True),
+        )
         answers = [decode(list(response.last_turn)) for response in given]
         scores = scored(self.reward, [prompt] * len(given), answers, given)
         rollouts = []
@@ -271,7 +274,8 @@ def packed(rollout: ScoredResponse) -> ScoredResponse:
     fine = score.error is None and math.isfinite(score.reward + score.shaping)  # else a message on every rank names it
     token_ids, logprobs = np.asarray(response.token_ids, np.int32), np.asarray(response.logprobs, np.float32)
     context = None if rollout.context is None else np.array(rollout.context, dtype=np.int32)
-    response = replace(response, token_ids=token_ids, logprobs=logprobs)
+    segment_of = np.asarray(response.segment_of, np.int32) if len(response.segment_of) else ()
+    response = replace(response, token_ids=token_ids, logprobs=logprobs, segment_of=segment_of)
     score, text = replace(score, reason="", details={}), "" if fine else rollout.text
     return replace(rollout, prompt=None, text=text, response=response, score=score, context=context)
 
@@ -311,7 +315,6 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
     """Build a batch of the rollouts that have a reward, in their order. A group's number is its prompt index."""
     rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
     responses = [rollout.response for rollout in rollouts]
-    assert not any(response.segments for response in responses), "batches do not have segments yet"
     logprobs = flat([response.logprobs for response in responses], torch.float32)
     prompts = {rollout.prompt_index: np.asarray(rollout.prompt.token_ids) for rollout in rollouts}
     batch = Batch.of(
@@ -329,6 +332,8 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
     )
     if responses and all(isinstance(response.routes, int) for response in responses):
         batch = batch.with_sequences(route=torch.tensor([response.routes for response in responses]))
+    if any(len(response.segment_of) for response in responses):
+        batch = batch.with_segments([response.segment_of for response in responses])
     if any(response.supports for response in responses):
         batch = batch.with_supports([response.supports for response in responses])
     contexts = [rollout.context for rollout in rollouts]
@@ -347,7 +352,7 @@ def masks(responses: list[Response]) -> dict[str, Tensor]:
     mask, rewards = torch.zeros(ends[-1]), torch.zeros(ends[-1])
     for response, end in zip(responses, ends, strict=True):
         start = end - len(response.token_ids)
-        for first, last, reward in response.turns:
+        for first, last, reward in response.turns or [(0, len(response.token_ids), 0.0)]:
             mask[start + first : start + last] = 1.0
             rewards[start + last - 1] = reward
     return {"response_mask": mask, "turn_rewards": rewards}
@@ -387,7 +392,9 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
 def of_episodes(played: list[Response], rollouts: list[ScoredResponse]) -> dict[str, float]:
     """Return the metrics of the episodes `played`; one that failed before its first turn is in `rollouts` alone."""
     turns = [len(response.turns) for response in played]
+    segments = [response.segment_count for response in played]
     return {
+        **({"environment/segments_mean": sum(segments) / len(segments)} if max(segments) > 1 else {}),
         "environment/errors": sum(rollout.response.finish_reason == "abort" for rollout in rollouts),
         "environment/turns_mean": sum(turns) / len(turns),
         "environment/turns_max": max(turns),

@@ -121,6 +121,8 @@ class Sample:
     shaping: float = 0.0
     # (first, end, reward) of the policy's turns; the tokens between them are the environment's. Empty: all the policy's
     turns: list[tuple[int, int, float]] = field(default_factory=list)
+    # (first, end, number) of the pieces of an episode's segments; -s: of the prompt of segment s. Empty: one segment
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
     omitted: int = 0  # number of tokens that were left out
     head: int = HEAD  # number of tokens before the omitted ones
 

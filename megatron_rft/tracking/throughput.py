@@ -143,6 +143,7 @@ class Throughput:
 
     def trained(self, batch: Batch, share_prompts: bool = False) -> None:
         """Count a mini-batch of all ranks. A shared prompt counts once, also if its group was split over ranks."""
+        batch, _ = batch.by_segment()
         prompts, lengths = batch.prompt_lens.double(), batch.lengths.double()
         self.tokens += lengths.sum().item()
         again = torch.zeros(len(batch), dtype=torch.bool)  # whether an earlier sequence has computed the prompt

@@ -61,6 +61,7 @@ def _trajectory(prompt: Prompt, sample: int, response: Response, text: str, scor
         logprobs=response.logprobs,
         finish_reason=response.finish_reason,
         problem_ids=prompt.token_ids if response.prompt_ids else None,
+        segment_of=response.segment_of or None,
         turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
         fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
     )

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.objectives.base import State, Update
@@ -232,7 +233,16 @@ def as_sample(one: Batch, rollouts: list[ScoredResponse], tokenizer: Any) -> Sam
         finished=rollout.response.finish_reason == "stop",
         shaping=rollout.score.shaping,
         turns=[list(turn) for turn in turns] if len(turns) > 1 else [],
+        segments=[] if one.segment_of is None else runs(one.segment_of),
     )
+
+
+def runs(numbers: Tensor) -> list[tuple[int, int, int]]:
+    """(first, end, number) of each run of equal numbers; none if all are 0."""
+    distinct, counts = numbers.unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    rows = zip((ends - counts).tolist(), ends.tolist(), distinct.tolist(), strict=True)
+    return list(rows) if numbers.any() else []
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:

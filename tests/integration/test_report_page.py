@@ -136,13 +136,29 @@ def test_it_loads_nothing(browser, report):
     assert browser.ask("performance.getEntriesByType('resource').length") == 0
 
 
+def open_sample(browser, folder, sample: Sample) -> None:
+    """Open another page."""
+    run = write_run(folder / "run", steps=9)
+    StepFile(run / "samples.jsonl").write(9, {"samples": [shortened(sample)]})
+    browser.open(page.write(grouped(read_all([run])[0]), [], folder))
+
+
+def test_an_episode_is_a_tree_of_its_segments(browser, tmp_path):
+    """A sub-agent is asked within segment 1, which goes on; segment 3 follows."""
+    turns, segments = [(0, 1, 0.0), (2, 3, 0.0), (4, 5, 0.0), (6, 7, 1.0)], [0, -1, 1, 0, 0, -2, 2]
+    pieces = [(i, i + 1, number) for i, number in enumerate(segments)]
+    values = {"rollout_logprobs": [-3.0] * 7}
+    open_sample(browser, tmp_path, Sample("Plan.", list("apbecqd"), 1.0, values, turns=turns, segments=pieces))
+    names = ["turn 1", "segment 2", "prompt", "turn 2", "environment", "turn 3", "segment 3", "prompt"]
+    assert texts(browser, ".sample summary") == [*names, "turn 4, reward 1"]
+    inside = "[...document.querySelectorAll('.sample .segment')].map((s) => [...s.querySelectorAll('span')]"
+    assert browser.ask(f"{inside}.map((t) => t.textContent).join(''))") == ["pb", "qd"]
+
+
 def test_a_conversation_can_be_folded(browser, tmp_path):
     """Last, because it opens another page."""
-    run = write_run(tmp_path / "run", steps=9)
     values, turns = {"rollout_logprobs": [-3.0] * 4}, [(0, 1, 0.0), (2, 4, 0.5)]
-    sample = Sample("Guess.", ["3", "<", "1", "!"], 1.5, values, turns=turns)
-    StepFile(run / "samples.jsonl").write(9, {"samples": [shortened(sample)]})
-    browser.open(page.write(grouped(read_all([run])[0]), [], tmp_path))
+    open_sample(browser, tmp_path, Sample("Guess.", ["3", "<", "1", "!"], 1.5, values, turns=turns))
     assert texts(browser, ".sample summary") == ["turn 1", "environment", "turn 2, reward 0.500"]
     assert texts(browser, ".sample .turn span") == ["3", "1", "!"] and texts(browser, ".sample .said span") == ["<"]
     colours = browser.ask("[...document.querySelectorAll('.response span')].map((s) => s.style.background)")

@@ -8,6 +8,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from megatron_rft.conversion import FolderWriter, hf_shapes
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
-from megatron_rft.objectives.base import PolicyObjective, Update
+from megatron_rft.objectives.base import Loss, PolicyObjective, Sum, Update
 from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
 from megatron_rft.training.teacher import Teachers
@@ -60,7 +61,8 @@ def model_config(mixture: bool = False) -> Qwen3Config | Qwen3MoeConfig:
 
 def mini_batch(starved: bool = False, masked: bool = False) -> Batch:
     """Twelve ragged responses to four prompts, a third of them without a context, and seven refined ones. Starved: only
-    one token of one response has mask 1. Masked: an environment wrote a third of the tokens."""
+    one token of one response has mask 1. Masked: an environment wrote a third of the tokens, and half of the longer
+    responses are episodes of three segments."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(low: int, high: int) -> list[list[int]]:
@@ -81,7 +83,50 @@ def mini_batch(starved: bool = False, masked: bool = False) -> Batch:
     batch = batch.with_sequences(group=group, rewards=torch.where(group == 1, 0.5, rewards))
     batch = batch.with_contexts([c if i % 3 else [] for i, c in enumerate(contexts)])
     batch = batch.with_refined([r if i < 7 else [] for i, r in enumerate(ids(1, 24))])
+    if masked:
+        batch = with_segments(batch)
+        mask[batch.segment_of < 0] = 0
     return batch.with_tokens(noise=torch.randn(tokens, generator=generator), response_mask=mask)
+
+
+def with_segments(batch: Batch) -> Batch:
+    """Every second response of at least ten tokens asks a sub-agent between tokens of its own, and then begins anew.
+    The sub-agents have the same prompt."""
+    segment_of, ids, lens = [], batch.response_ids.clone(), batch.response_lens.tolist()
+    for number, length in enumerate(lens):
+        cut = number % 2 == 0 and length >= 10
+        segment_of.append([0, 0, -1, -1, 1, 1, 0, -2, 2, 0, *[2] * (length - 10)] if cut else [])
+        start = sum(lens[:number])
+        ids[start + 2 : start + 4] = torch.tensor([33, 44]) if cut else ids[start + 2 : start + 4]
+    assert sum(map(bool, segment_of)) >= 3
+    return replace(batch, response_ids=ids).with_segments(segment_of)
+
+
+def apart(batch: Batch) -> tuple[Batch, torch.Tensor]:
+    """By loops: each segment as a sequence of its own, and the places of their response tokens in the batch."""
+    prompts, rows, of, places = [], [], [], []
+    all_ids, all_segments = batch.response_ids.tolist(), batch.segment_of.tolist()
+    ends = batch.response_lens.cumsum(0).tolist()
+    for number, end in enumerate(ends):
+        tokens = range(ends[number - 1] if number else 0, end)
+        for segment in sorted({abs(all_segments[t]) for t in tokens}):
+            first = batch.select(torch.tensor([number])).prompt_ids.tolist()
+            prompts.append([all_ids[t] for t in tokens if all_segments[t] == -segment] if segment else first)
+            places.append([t for t in tokens if all_segments[t] == segment])
+            rows.append([all_ids[t] for t in places[-1]])
+            of.append(number if segment == 0 else -1 - number)
+    index = torch.tensor([t for row in places for t in row])
+    number = torch.tensor([max(n, -1 - n) for n in of])
+    alone = Batch.of(
+        prompts,
+        rows,
+        tokens={name: values[index] for name, values in batch.tokens.items()},
+        sequences={name: values[number] for name, values in batch.sequences.items()},
+    )
+    if batch.context_ids is not None:
+        contexts = batch.context_ids.split(batch.context_lens.tolist())
+        alone = alone.with_contexts([contexts[n].tolist() if n >= 0 else [] for n in of])
+    return alone, index
 
 
 LOSSES: dict[str, PolicyObjective] = {name: made(name) for name in (*ONLINE, "sft")} | {
@@ -144,9 +189,57 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         for name in found:
             assert all(torch.equal(found[name][n], again[name][n]) for n in found[name]), f"{name}: poisoned gradient"
             assert logged[name] == others[name], f"{name}: poisoned metrics"
+        if "write" in case:
+            check_apart(losses, batch, actors, frozen, found)
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
     parallel.destroy_layout()
     return found, logged, left_out
+
+
+def check_apart(
+    losses: dict[str, PolicyObjective], batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tensor], found: dict
+) -> None:
+    """The gradient of whole episodes is that of their losses' derivatives by the model's outputs, times the derivatives
+    of these outputs with each segment in a sequence of its own."""
+    for name, objective in losses.items():
+        given = truncated(batch) if name.endswith("truncated sampling") else batch
+        for update in updates_of(objective, given):
+            if "refined" in update.batch.sequences:
+                continue
+            (steps,), actor = update.steps(), actors[update.model]
+            alone, places = apart(steps)
+            if steps.support_lens is not None:
+                ids, lens = steps.support_of(places)
+                alone = replace(alone, support_ids=ids.int(), support_lens=lens.int())
+            teachers = actors["two teachers" if name.endswith("two teachers") else "teacher"]
+            beside = second(update, alone, frozen, teachers)
+            outputs = {}
+
+            def collect(got, micro, outputs=outputs):
+                for key, values in got.items():
+                    outputs.setdefault(key, []).append((micro.tokens["number"], values.detach()))
+                return Loss({"x": (0.0, Sum(sum(values.sum() for values in got.values()), "one"))})
+
+            actor.backward(alone, collect, {"one": 1.0}, update.outputs, beside)
+            full = {}
+            for key, parts in outputs.items():
+                full[key] = torch.zeros(len(steps.response_ids))
+                for number, values in parts:
+                    full[key][places[number]] = values
+                full[key].requires_grad_()
+            update.loss(full, steps).mean(update.counts(steps)).backward()
+            slopes = {key: values.grad for key, values in full.items() if values.grad is not None}
+            sloped = alone.with_tokens(**{f"slope {key}": grad[places] for key, grad in slopes.items()})
+
+            def chained(got, micro, slopes=slopes):
+                total = sum((got[key] * micro.tokens[f"slope {key}"]).sum() for key in slopes)
+                return Loss({"x": (1.0, Sum(total, "one"))})
+
+            actor.backward(sloped, chained, {"one": 1.0}, update.outputs, beside)
+            key = name if update.model == "actor" else f"{name} value"
+            for tensor, wanted in streamed_gradient(actor).items():
+                off = (found[key][tensor] - wanted).abs().max() / (wanted.abs().max() + 1e-12)
+                assert off < 1e-5, (key, tensor, float(off))
 
 
 def poisoned(batch: Batch) -> Batch:
@@ -173,9 +266,13 @@ def of_losses(
             beside = second(update, computed, frozen, teachers)
             logged[key] = actor.backward(computed, update.loss, number, update.outputs, beside)
             left_out[key] = len(steps) - len(computed)
-            with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
-                found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
+            found[key] = streamed_gradient(actor)
     return found, logged, left_out
+
+
+def streamed_gradient(actor: Actor) -> dict[str, torch.Tensor]:
+    with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
+        return {name: value.clone().cpu() for name, value in actor.stream()}
 
 
 def updates_of(objective: PolicyObjective, batch: Batch) -> list[Update]:

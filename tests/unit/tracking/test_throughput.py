@@ -40,6 +40,13 @@ def test_a_shared_prompt_costs_once():
     assert throughput.flops == 3 * (2 * DENSE.multiplied * 8 + 2 * 2 * 4 * (9 + (9 - 4) + 16))
 
 
+def test_segments_attend_to_themselves():
+    """Segments of 2 + 2 and 1 + 2 tokens."""
+    throughput = Throughput(DENSE, devices=1, peak=1e-6)
+    throughput.trained(Batch.of([[1, 2]], [[5, 6, 7, 8, 9]]).with_segments([[0, -1, 1, 1, 0]]))
+    assert throughput.flops == 3 * (2 * DENSE.multiplied * 7 + 2 * 2 * 4 * (16 + 9))
+
+
 def test_tokens_per_second_and_device():
     found = Throughput(DENSE, 4, None).take({"tokens/generated": 80.0, "seconds/step": 2.0})
     assert found == {"tokens/per_second": 40.0, "tokens/per_second_per_device": 10.0}

@@ -12,6 +12,7 @@ from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.training.online_batches import OnlineBatches, grader_errors
 from megatron_rft.utils.errors import RunFailed
+from tests.branching import branching
 from tests.unit.inference.tiny import hf_stream
 from tests.unit.rollout.test_sampler import SAMPLING, EvenLength, Letters, prompts, same
 
@@ -36,6 +37,13 @@ class Member(HFEngine):
         yield from super().generate(requests, sampling)
 
 
+class Branching(Member):
+    """Its responses are episodes with segments."""
+
+    def generate(self, requests, sampling):
+        return branching(super().generate, requests, sampling)
+
+
 class Weights:
     """Records what is sent, and when the engine was put to sleep."""
 
@@ -57,8 +65,10 @@ class Weights:
         return {}
 
 
-def build(model, staleness: int, keep=None, rounds: int = 1, background: bool | None = None) -> OnlineBatches:
-    pool = EnginePool([Member(model.config)], torch.float32)
+def build(
+    model, staleness: int, keep=None, rounds: int = 1, background: bool | None = None, member: type[Member] = Member
+) -> OnlineBatches:
+    pool = EnginePool([member(model.config)], torch.float32)
     pool.load_weights(weights(model, 0), 0)
     background = staleness > 0 if background is None else background
     options = {"group_size": 3, "seed": 1, "keep": keep, "max_rounds": rounds, "background": background}
@@ -116,14 +126,16 @@ def test_one_step_off_is_the_same_whatever_the_clock_says(model, keep, rounds):
     assert not quick.pending
 
 
-def test_a_checkpoint_keeps_what_is_under_way(model):
-    whole = run(build(model, 1, disagree, 3))
-    first = build(model, 1, disagree, 3)
+@pytest.mark.parametrize("member", [Member, Branching])
+def test_a_checkpoint_keeps_what_is_under_way(model, member):
+    whole = run(build(model, 1, disagree, 3, member=member))
+    assert (whole[2].batch.segment_of is not None) == (member is Branching)
+    first = build(model, 1, disagree, 3, member=member)
     run(first, last=2)
     state = first.state() | {"mu": torch.ones(1)}
     assert list(first.pending) == [3]
 
-    resumed = build(model, 1, disagree, 3)
+    resumed = build(model, 1, disagree, 3, member=member)
     assert resumed.restore(state).keys() == {"mu"}
     resumed.run.stream.position = first.run.stream.position
     resumed.sampler.engine.load_weights(weights(model, 2), 2)
