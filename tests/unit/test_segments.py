@@ -76,3 +76,8 @@ def test_batches_keep_their_segments(tmp_path):
     save_file(both.state_dict("p."), tmp_path / "batch")
     again = Batch.from_state_dict(load_file(tmp_path / "batch"), "p.")
     assert torch.equal(again.segment_of, both.segment_of)
+
+
+def test_images_belong_to_the_first_prompt():
+    batch = batch_of([PLAIN, replace(LAST.joined(), supports=())]).with_sequences(images=torch.tensor([4, 5]))
+    assert batch.by_segment()[0].images.tolist() == [4, 5, -1, -1]
