@@ -1,7 +1,8 @@
 """The decode loop of the hf engine, on the forward pass and the cache of transformers.
 
 Responses are decoded in waves. A wave computes its prompts once, padded on the left to the same length, and gives each
-response a copy of its prompt's keys, values and states; then each response gets one token per step until it ends.
+response a copy of its prompt's keys, values and states; then each response gets one token per step until it ends. Rows
+that have ended are computed until they are an eighth of the wave: to leave one out, the whole cache is copied.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
+from megatron_rft.inference.hf import attention
 from megatron_rft.records import Response
 from megatron_rft.utils.position import here
 
@@ -68,6 +70,7 @@ class Unfinished:
     request: Request
     sample: int
     limit: int
+    reason: str = ""  # why it has ended
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
@@ -106,14 +109,14 @@ class Decoder:
         logits, mask, cache = self._prefill(rows)  # [L, V], [L, S]
         for step in range(steps):
             tokens = self._append(rows, logits, u[:, step])
-            ends = [self._end(row) for row in rows]
-            for row, end in zip(rows, ends, strict=True):
-                if end:
-                    yield row, self._response(row, end, version)
-            left = [place for place, end in enumerate(ends) if not end]
+            for row in rows:
+                if not row.reason and (end := self._end(row)):
+                    row.reason = end
+                    yield row, self._response(row, version)
+            left = [place for place, row in enumerate(rows) if not row.reason]
             if not left:
                 return
-            if len(left) < len(rows):
+            if len(left) <= len(rows) * 7 // 8:
                 rows, index = [rows[place] for place in left], torch.tensor(left, device=u.device)
                 tokens, mask, u = tokens[index], mask[index], u[index]
                 cache.reorder_cache(index)
@@ -123,7 +126,7 @@ class Decoder:
             logits = self._logits(tokens[:, None], mask, cache)
             if self.sampling.routes:
                 for row, experts in zip(rows, self.engine.routes.last().numpy(force=True), strict=True):
-                    row.experts.append(experts[None])
+                    row.experts.append(experts[None])  # of a row that has ended nobody reads them
             here.move()
 
     def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, DynamicCache]:
@@ -133,7 +136,7 @@ class Decoder:
         own = [places[row.request.id] for row in rows]
         ids = pad_sequence(list(prompts.values()), True, padding_side="left")  # [n, S]
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts.values()], True, padding_side="left")
-        cache = DynamicCache(config=self.model.config)
+        cache = attention.cache(self.model.config)
         for part in torch.arange(ids.shape[1]).split(max(1, PREFILL_TOKENS // len(ids))):
             logits = self._logits(ids[:, part], mask[:, : part[-1] + 1], cache)
             if self.sampling.routes:
@@ -156,11 +159,13 @@ class Decoder:
         """Sample a token for each row and return them: [L]."""
         tokens, logprobs, supports = choose(logits, u, self.sampling)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
+            if not row.reason:
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
         if supports is not None:
             for row, support in zip(rows, supports.tolist(), strict=True):
-                row.supports.append(tuple(i for i in support if i >= 0))
+                if not row.reason:
+                    row.supports.append(tuple(i for i in support if i >= 0))
         return tokens
 
     def _end(self, row: Unfinished) -> str | None:
@@ -169,7 +174,7 @@ class Decoder:
             return "stop"
         return "length" if len(row.token_ids) == row.limit else None
 
-    def _response(self, row: Unfinished, reason: str, version: int) -> Response:
+    def _response(self, row: Unfinished, version: int) -> Response:
         routes = np.concatenate(row.experts) if row.experts else None
         tokens, logprobs, supports = tuple(row.token_ids), tuple(row.logprobs), tuple(row.supports)
-        return Response(tokens, logprobs, reason, version, supports, routes=routes)
+        return Response(tokens, logprobs, row.reason, version, supports, routes=routes)

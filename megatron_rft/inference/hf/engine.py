@@ -25,6 +25,7 @@ from megatron_rft.inference.engine import (
     check_requests,
     checksum,
 )
+from megatron_rft.inference.hf import attention
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.utils.errors import DataError, RunFailed
@@ -51,6 +52,8 @@ class HFEngine(Engine):
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # it changes its configuration
         model.tie_weights()  # `no_init_weights` skips it
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(attention.NAME)
         self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
         self.model = model.eval().requires_grad_(False).to(self.device)
         for name, buffer in self.model.named_buffers():

@@ -2,14 +2,14 @@
 
 without_cuda  redirects megatron-core's modules to the CPU
 optimizer     the distributed optimizer's collectives over gloo, and Adam (on GPUs without Transformer Engine too)
-layers        norm, and attention over shared prompts
+layers        norm, gated activation, rotary embedding, and attention over shared prompts
 """
 
 import functools
 
 import torch
 
-from megatron_rft.megatron.cpu import optimizer, without_cuda
+from megatron_rft.megatron.cpu import layers, optimizer, without_cuda
 
 
 @functools.cache
@@ -18,9 +18,27 @@ def install() -> None:
     if not torch.cuda.is_available():
         without_cuda.redirect()
         optimizer.install_collectives()
+        _lean_layers()
     _router_without_transformer_engine()
     _latent_attention_without_transformer_engine()
     optimizer.install_adam()
+
+
+def _lean_layers() -> None:
+    """Give megatron-core's layers the functions of `layers` in place of eager ones."""
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = layers.swiglu, layers.swiglu_back
+    eager = rope_utils._apply_rotary_pos_emb_bshd
+
+    def rotary(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
+        if rotary_interleaved or multi_latent_attention:
+            return eager(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        cos, sin = ((of(freqs) * mscale).to(t.dtype) for of in (torch.cos, torch.sin))
+        return layers.Rotate.apply(t, cos, sin)
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotary
 
 
 def _router_without_transformer_engine() -> None:

@@ -1,6 +1,9 @@
-"""Parts of a layer with custom backward passes for the CPU: the norm, and attention over shared prompts."""
+"""Parts of a layer with custom backward passes for the CPU: the norm, the gated activation, the rotary embedding, and
+attention over shared prompts. They make fewer passes over memory than eager operations.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,6 +35,47 @@ class Normalise(torch.autograd.Function):
 def _wide(x: Tensor) -> Tensor:
     """In fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[gate | up] -> silu(gate) * up. Shazeer, arXiv:2002.05202."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_back(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of `swiglu`'s argument, in the dtype of `grad`."""
+    gate, up = gate_up.to(grad.dtype).chunk(2, -1)
+    out = torch.empty_like(gate_up, dtype=grad.dtype)
+    grad_gate, grad_up = out.chunk(2, -1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return out
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary position embedding that rotates halves of the first 2 n entries, and leaves the rest; backward rotates by
+    the opposite angle. Su et al., arXiv:2104.09864. t [.., d], cos and sin [.., 2 n]"""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(t, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width, half = cos.shape[-1], cos.shape[-1] // 2
+    out = torch.empty_like(t) if width == t.shape[-1] else t.clone()
+    first, second = t[..., :half], t[..., half:width]
+    torch.mul(t[..., :width], cos, out=out[..., :width])
+    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    out[..., half:width].addcmul_(first, sin[..., half:])
+    return out
 
 
 def span(x: Tensor, start: int, end: int) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import GemmaConfig, Qwen2Config
 from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.families.shapes import experts
 from megatron_rft.inference.engine import Request, Sampling, checksum
-from megatron_rft.inference.hf import decoder
+from megatron_rft.inference.hf import attention, decoder
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.utils.errors import DataError, RunFailed, UserError
@@ -40,6 +40,7 @@ def replay(model, prompt: tuple[int, ...], response: tuple[int, ...], temperatur
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logprobs_are_those_of_a_full_forward_pass(family, monkeypatch):
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 15)  # the prompts of a wave are computed in several parts
+    monkeypatch.setattr(attention, "ROOM", 3)  # the cache grows several times
     model = build_model(family)
     requests, mixture = some_requests(6), bool(experts(model.config))
     sampling = Sampling(30, temperature=0.8, stop_token_ids=tuple(range(2, 8)), routes=mixture)

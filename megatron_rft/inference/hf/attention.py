@@ -1,0 +1,66 @@
+"""What a step of one token a row computes: attention without copies of keys, and a cache that is written in place."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "sdpa_of_groups"
+ROOM = 64  # positions that a cache has ahead
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' sdpa. Where each row has one query token, the query heads that share a key head are computed as
+    queries of one head, instead of copying the keys for each of them.
+
+    query [L, heads, T, d], key and value [L, kv heads, S, d], mask [L, 1, T, S] -> [L, T, heads, d]
+    """
+    rows, heads, length, _ = query.shape
+    if length > 1 or heads == key.shape[1] or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    grouped = query.view(rows, key.shape[1], -1, query.shape[-1])
+    out = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class InPlaceLayer(DynamicLayer):
+    """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions."""
+
+    _room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if self._room is None or end > self._room[0].shape[-2]:
+            new, old = (key_states, value_states), (self.keys, self.values)
+            self._room = tuple(x.new_empty(*x.shape[:2], end + ROOM, x.shape[-1]) for x in new)
+            if start:
+                for room, states in zip(self._room, old, strict=True):
+                    room[:, :, :start] = states
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self.keys, self.values = (room[:, :, :end] for room in self._room)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._room = None
+
+
+def cache(config: Any) -> DynamicCache:
+    """transformers' cache for a model, whose growing layers are written in place."""
+    made = DynamicCache(config=config)
+    made.layers = [InPlaceLayer() if type(layer) is DynamicLayer else layer for layer in made.layers]
+    return made
