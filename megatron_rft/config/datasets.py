@@ -14,6 +14,8 @@ HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 TABLES = (".parquet", ".arrow")
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")  # also compressed, with .gz
+SLICE = r"\[(-?\d+%)?:(-?\d+%)?\]|\[(-?\d+)?:(-?\d+)?\]"
+PART = re.compile(rf"(?P<name>[^][+]+)(?P<slice>{SLICE})?")  # of a split: train, or train[:80%]
 SUFFIXES = (*TABLES, *TEXTS, *(f"{suffix}.gz" for suffix in TEXTS))  # of the files that a data set is read from
 READ = f"{', '.join(TABLES + TEXTS)} or (text) .gz"  # the same, in a sentence
 SAVED = "state.json"  # in a folder that save_to_disk wrote: names its files
@@ -23,6 +25,16 @@ BFCL = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
 def suffix_of(path: str) -> str | None:
     """The suffix of SUFFIXES that a path has, in any case."""
     return next((suffix for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
+
+
+def split_parts(split: str) -> list[tuple[str, str | None]]:
+    """ "train[:80%]+test" -> [(train, [:80%]), (test, None)]. Raises ValueError."""
+    parts = []
+    for part in split.split("+"):
+        if (match := PART.fullmatch(part.strip())) is None:
+            raise ValueError(f"{part!r} is no split; a slice is train[:80%], train[80%:] or train[:1000]")
+        parts.append((match["name"], match["slice"]))
+    return parts
 
 
 @dataclass(frozen=True)

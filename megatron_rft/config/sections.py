@@ -234,9 +234,12 @@ class Source(Section):
     (imperfect worked answers), hinted (half of them follow the right answer), refining (half of them correct an
     imperfect answer), validation or test. None: the source's key in the recipe."""
     subset: str | None = None
-    """For a folder or a hub name: read only files in the folder of this name, or whose name begins with it."""
+    """For a folder or a hub name: a configuration that its README.md declares; else read only files in the folder of
+    this name, or whose name begins with it."""
     files: str | None = None
     """For a folder or a hub name: a pattern of the files to read, such as "test6.jsonl" or "data/*.parquet"."""
+    streaming: bool = False
+    """For a hub name, with limit: read the first rows over the network, without a copy on the disk."""
     prompt_field: str | None = None
     """None: data.prompt_field."""
     answer_field: str | None = None
@@ -274,11 +277,22 @@ class Source(Section):
         is_file = not self.on_hub and datasets.suffix_of(self.path) is not None
         generated = self.path == datasets.ARITHMETIC
         why = f"for a file: name the file of that part instead of {self.path}"
-        self.unused(is_file, why, "split")
+        parts = self._parts()
+        whole = parts != [("train", parts[0][1])] or parts[0][1] is None  # no slice of all rows
+        self.unused(is_file and whole, why, "split")
+        self.unused(not self.on_hub, "of data that is here already; it is for hub names", "streaming")
+        if self.streaming and (any(cut for _, cut in parts) or self.limit is None):
+            raise at("streaming", "reads the first rows: give their number by limit, and no slice of a split")
         self.unused(generated or is_file, why, "subset", "files")
-        self.unused(self.files, "together with files, which selects the files to read", "split")
+        self.unused(self.files and whole, "together with files, which selects the files to read", "split")
         if generated and self.split not in (None, *ARITHMETIC_SPLITS):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
+
+    def _parts(self) -> list[tuple[str, str | None]]:
+        try:
+            return datasets.split_parts(self.split) if self.split else [("", None)]
+        except ValueError as error:
+            raise at("split", str(error)) from None
 
     def _check_adapter(self, adapter: str):
         if adapter not in datasets.DATASETS:

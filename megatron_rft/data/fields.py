@@ -8,7 +8,7 @@ names.
 import json
 import math
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_rft.utils.errors import DataError, did_you_mean
@@ -52,11 +52,24 @@ def check_escapes(json_text: str, value: Any, place: object) -> None:
             ) from None
 
 
+class Remote(PurePosixPath):
+    """A file that is read over the network: hf://datasets/organisation/name@revision/path."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def is_file(self) -> bool:
+        raise DataError(f"{self}: a streamed file has no files beside it, and its adapter needs them")
+
+
+File = Path | Remote
+
+
 class Fields:
     """`place` names adapter, file and row for messages; `file` is the row's file, whose name may carry information.
     Several names in a call are one field's names in several editions."""
 
-    def __init__(self, row: Row, place: object, file: Path, inside: str = ""):
+    def __init__(self, row: Row, place: object, file: File, inside: str = ""):
         self.row, self.place, self.file, self.inside = row, place, file, inside
 
     def has(self, name: str) -> bool:

@@ -1,16 +1,21 @@
 """Models and data files on the Hugging Face hub, downloaded once into its cache and read like local ones.
 
 No script of a repository is run, and of a data set only data files are downloaded. Without network the cache is
-used. `datasets` could load a name of the hub itself, but for offline use it keeps a converted copy of every split,
-and adapters need the published files with their names and neighbours.
+used. `datasets` reads the files, and says what a README.md declares; it could load a name of the hub itself, but for
+offline use it keeps a converted copy of every split, it converts values of text, and adapters need the published files
+with their names and neighbours.
 
 The hub limits the rate of requests, so one rank of a node asks it, and the others then read the cache.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME, SAVED
+from megatron_rft.data.configurations import README
+from megatron_rft.data.fields import Remote
 from megatron_rft.data.selection import Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
 from megatron_rft.utils.errors import DataError, first_line
@@ -28,24 +33,61 @@ def download(path: str, choice: Choice) -> list[Path]:
     """
     from huggingface_hub import snapshot_download
 
+    where = _where(path)
+    with _explained(path), one_of_node(f"{path} {choice}") as ask:
+        names, copy = _file_names(where, ask)
+        source = f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"]
+        names = select(names, choice, source, _readme(where, names, local_files_only=copy is not None))
+        folders = sorted({escape(str(Path(name).parent)) for name in names})
+        wanted = [*map(escape, names), *(f"{folder}/{each}" for folder in folders for each in BESIDE)]
+        wanted += [f"{escape(name.removesuffix(SAVED))}*" for name in names if name.endswith(SAVED)]
+        folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
+    return [folder / name for name in names]
+
+
+def addresses(path: str, choice: Choice) -> list[Remote]:
+    """The chosen files of a hub name, to be read over the network.
+
+    Raises:
+        DataError: the hub cannot be reached, no file matches, or they cannot be read in parts.
+    """
+    from huggingface_hub import HfApi
+
+    where = _where(path)
+    with _explained(path):
+        info = HfApi().dataset_info(where["repo_id"], revision=where["revision"])
+        names = [file.rfilename for file in info.siblings]
+        names = select(names, choice, where["repo_id"], _readme(where, names))
+    if any(name.endswith(SAVED) for name in names):
+        raise DataError(f"{path}: a folder of save_to_disk cannot be streamed: leave out streaming")
+    return [Remote(f"hf://datasets/{where['repo_id']}@{info.sha}/{name}") for name in names]
+
+
+def _where(path: str) -> dict[str, str | None]:
     named = HUB_NAME.fullmatch(path)
-    where = {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
+    return {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
     try:
-        with one_of_node(f"{path} {choice}") as ask:
-            names, copy = _file_names(where, ask)
-            names = select(names, choice, f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"])
-            folders = sorted({escape(str(Path(name).parent)) for name in names})
-            wanted = [*map(escape, names), *(f"{folder}/{each}" for folder in folders for each in BESIDE)]
-            wanted += [f"{escape(name.removesuffix(SAVED))}*" for name in names if name.endswith(SAVED)]
-            folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
+        yield
     except DataError:
         raise
     except Exception as error:  # of several HTTP libraries, by version
         raise DataError(
-            f"{named['repository']} could not be downloaded from the Hugging Face hub ({_reason(error)}): without "
+            f"{_where(path)['repo_id']} could not be downloaded from the Hugging Face hub ({_reason(error)}): without "
             "network, copy its files here and give their file or folder as the path, with the same adapter"
         ) from None
-    return [folder / name for name in names]
+
+
+def _readme(where: dict[str, str | None], names: list[str], **options: bool) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(filename=README, **where, **options)) if README in names else None
+    except errors.LocalEntryNotFoundError:  # downloaded by an older version of this package
+        return None
 
 
 def _file_names(where: dict[str, str | None], ask: bool) -> tuple[list[str], Path | None]:

@@ -3,16 +3,17 @@ arithmetic; through an adapter where one is named. No tokenizer, no torch.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
-from megatron_rft.config.datasets import ARITHMETIC, HUB, SAVED, TABLES, TEXTS
+from megatron_rft.config.datasets import ARITHMETIC, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
 from megatron_rft.data import arithmetic, hub, tables
 from megatron_rft.data.adapters import adapt
-from megatron_rft.data.fields import Row
+from megatron_rft.data.configurations import README
+from megatron_rft.data.fields import File, Remote, Row
 from megatron_rft.data.selection import Choice, kind_of, select
 from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines, tsv_file
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, first_line
 
 READERS = {
     **{SAVED: tables.saved, ".parquet": tables.parquet, ".arrow": tables.arrow},
@@ -24,16 +25,16 @@ assert set(READERS) == {SAVED, *TABLES, *TEXTS}
 
 
 class Rows(list[Row]):
-    """The first rows of files."""
+    """The first rows of slices of files."""
 
-    def __init__(self, rows: Iterable[Row], files: list[Path]):
+    def __init__(self, rows: Iterable[Row], slices: list[tuple[list[File], int, int | None]]):
         super().__init__(rows)
-        self.files = files
+        self.slices = slices
 
     def place(self, index: int) -> str:
         """The file and line of a row, for an error. It reads the file again: millions of places would take memory."""
-        places = (place for file in self.files for place, _ in _read(file))
-        return next(islice(places, index, None))
+        places = (islice((place for file in files for place, _ in _read(file)), *cut) for files, *cut in self.slices)
+        return next(islice(chain.from_iterable(places), index, None))
 
 
 def load_rows(
@@ -44,6 +45,7 @@ def load_rows(
     adapter: str | None = None,
     subset: str | None = None,
     files: str | None = None,
+    streaming: bool = False,
     part: str = "train",
 ) -> list[Row]:
     """The first `limit` rows. The arguments are those of a recipe's data source; `part` is its key there.
@@ -53,32 +55,54 @@ def load_rows(
     """
     if str(path) == ARITHMETIC:
         return arithmetic.rows(split or part, limit)
-    found = find_files(str(path), Choice(part, split, subset, files))
-    rows = Rows(islice((row for file in found for row in _rows(file, adapter)), limit), found)
+    read, slices = [], []
+    for name, cut in split_parts(split) if split else [(None, None)]:
+        found = find_files(str(path), Choice(part, name, subset, files), streaming)
+        rows, start, stop = _sliced((row for file in found for row in _rows(file, adapter)), cut, f"{path}: {split}")
+        read.append(rows)
+        slices.append((found, start, stop))
+    rows = Rows(islice(chain.from_iterable(read), limit), slices)
     if not rows:
-        raise DataError(f"{path}: the data set is empty")
+        raise DataError(f"{path}: the data set is empty" + (f" ({split})" if split else ""))
     return rows
 
 
-def find_files(path: str, choice: Choice) -> list[Path]:
-    """The files to read, in order; for a hub name they are downloaded."""
+def _sliced(rows: Iterator[Row], cut: str | None, source: str) -> tuple[Iterable[Row], int, int | None]:
+    """The rows of a slice such as "[:80%]", by the rules of `datasets`, and its bounds."""
+    if cut is None:
+        return rows, 0, None
+    from datasets import ReadInstruction
+
+    every = list(rows)
+    try:
+        (bounds,) = ReadInstruction.from_spec(f"rows{cut}").to_absolute({"rows": len(every)})
+    except (AssertionError, ValueError) as error:
+        raise DataError(f"{source}: {first_line(error)}") from None
+    return every[bounds.from_ : bounds.to], bounds.from_, bounds.to
+
+
+def find_files(path: str, choice: Choice, streaming: bool = False) -> list[File]:
+    """The files to read, in order; for a hub name they are downloaded, or (streaming) named by their addresses."""
     if path.startswith(HUB):
-        return hub.download(path, choice)
+        return hub.addresses(path, choice) if streaming else hub.download(path, choice)
     place = Path(path).expanduser()
     if place.is_dir():
         names = (str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
-        return [place / name for name in select(names, choice, path)]
+        return [place / name for name in select(names, choice, path, place / README)]
     return [place]
 
 
-def _read(file: Path) -> Iterator[tuple[str, Row]]:
-    for each in file.parent.glob("*.arrow") if file.name == SAVED else [file]:
+def _read(file: File) -> Iterator[tuple[str, Row]]:
+    if suffix_of(file.name) is None:
+        raise DataError(f"{file} is not a {READ} file")
+    here = file.parent.glob("*.arrow") if file.name == SAVED else [file]
+    for each in [] if isinstance(file, Remote) else here:
         with each.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
                 raise DataError(f"{each} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
     yield from READERS[kind_of(file.name)](file)
 
 
-def _rows(file: Path, adapter: str | None) -> Iterator[Row]:
+def _rows(file: File, adapter: str | None) -> Iterator[Row]:
     rows = _read(file)
     return (row for _, row in rows) if adapter is None else adapt(rows, adapter, file)

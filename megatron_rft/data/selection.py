@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from os.path import commonprefix
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from megatron_rft.config.datasets import READ, SAVED, suffix_of
+from megatron_rft.data.configurations import declared_splits
 from megatron_rft.utils.errors import DataError
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
@@ -32,14 +33,23 @@ class Choice:
     files: str | None = None
 
 
-def select(names: Iterable[str], choice: Choice, source: str) -> list[str]:
-    """The selected `names` (relative paths), sorted. `source` is named in errors."""
+def select(names: Iterable[str], choice: Choice, source: str, readme: Path | None = None) -> list[str]:
+    """The selected `names` (relative paths), sorted. `source` is named in errors. Configurations that the data set's
+    `readme` declares go before names."""
     every = sorted(_data(list(names)))
+    declared = {} if choice.files or readme is None else declared_splits(every, readme, choice.subset, source)
     chosen = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
     if choice.files:
         chosen = [
             name for name in chosen if fnmatch(name, choice.files) or fnmatch(PurePosixPath(name).name, choice.files)
         ]
+    elif declared:
+        wanted = choice.split or choice.part
+        splits = [wanted] if wanted in declared else _of_split(sorted(declared), choice, source)
+        if not splits:
+            there = ", ".join(sorted(declared))
+            raise DataError(f"{source}: there is no split {wanted!r} among those that its card declares, {there}")
+        chosen = [name for name in every if any(name in declared[split] for split in splits)]
     else:
         chosen = _of_split(chosen, choice, source)
     if not chosen:

@@ -10,7 +10,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.data.fields import Row
+from megatron_rft.data.fields import File, Row
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import temporary_folder
 
@@ -18,7 +18,7 @@ KINDS = {"parquet": "a parquet file", "arrow": "an Arrow file", "saved": "a fold
 BATCH = 1000
 
 
-def parquet(file: Path) -> Iterator[tuple[str, Row]]:
+def parquet(file: File) -> Iterator[tuple[str, Row]]:
     """(place, row) of each row; so do `arrow` and `saved`.
 
     Raises:
@@ -27,7 +27,7 @@ def parquet(file: Path) -> Iterator[tuple[str, Row]]:
     yield from _placed(file, "parquet")
 
 
-def arrow(file: Path) -> Iterator[tuple[str, Row]]:
+def arrow(file: File) -> Iterator[tuple[str, Row]]:
     yield from _placed(file, "arrow")
 
 
@@ -36,7 +36,7 @@ def saved(state: Path) -> Iterator[tuple[str, Row]]:
     yield from _placed(state.parent, "saved")
 
 
-def _placed(file: Path, kind: str) -> Iterator[tuple[str, Row]]:
+def _placed(file: File, kind: str) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with temporary_folder() as cache:  # of `datasets`, for locks
@@ -48,7 +48,7 @@ def _placed(file: Path, kind: str) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{file}: {problem} ({first_line(error)})") from None
 
 
-def _rows(file: Path, kind: str, cache: Path) -> Iterator[Row]:
+def _rows(file: File, kind: str, cache: Path) -> Iterator[Row]:
     import datasets
 
     datasets.disable_progress_bars()

@@ -8,6 +8,7 @@ file, and a CSV row with a cell too many shifts the columns without an error.
 
 import csv
 import gzip
+import io
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.data.fields import Row, check_escapes
+from megatron_rft.data.fields import File, Row, check_escapes
 from megatron_rft.utils.errors import DataError
 
 WHITESPACE = re.compile(r"[ \t\r\n]*")
@@ -38,7 +39,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
+def json_lines(file: File) -> Iterator[tuple[str, Row]]:
     """(place, row) of each line that is not blank."""
     for number, line in enumerate(_lines(file), start=1):
         line = line.rstrip(" \t\r\n")
@@ -54,17 +55,17 @@ def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
         yield place, row
 
 
-def text_lines(file: Path) -> Iterator[tuple[str, Row]]:
+def text_lines(file: File) -> Iterator[tuple[str, Row]]:
     """(place, {"text": line}) of each line."""
     for number, line in enumerate(_lines(file), start=1):
         yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
 
 
-def tsv_file(file: Path) -> Iterator[tuple[str, Row]]:
+def tsv_file(file: File) -> Iterator[tuple[str, Row]]:
     yield from csv_file(file, "\t")
 
 
-def csv_file(file: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
+def csv_file(file: File, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
     """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is not null."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(_lines(file, newline=""), delimiter=delimiter, strict=True)
@@ -81,7 +82,7 @@ def csv_file(file: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
         raise DataError(f"{file}:{reader.line_num}: not CSV ({error})") from None
 
 
-def json_file(file: Path) -> Iterator[tuple[str, Row]]:
+def json_file(file: File) -> Iterator[tuple[str, Row]]:
     """(place, row) of one list of objects, or (as some published .json files are) of one object per line."""
     text = "".join(_lines(file))
     start = _skip(text, 0)
@@ -94,7 +95,7 @@ def json_file(file: Path) -> Iterator[tuple[str, Row]]:
         yield from json_lines(file)
 
 
-def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
+def _listed(text: str, at: int, file: File) -> Iterator[tuple[str, Row]]:
     """The objects of a JSON list, one at a time, so that an error names its row. `at`: the position after the
     bracket."""
     number, more = 0, not text.startswith("]", _skip(text, at))
@@ -112,7 +113,7 @@ def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
         raise _not_json(json.JSONDecodeError("Extra data", text, _skip(text, at)), file)
 
 
-def _decoded(text: str, at: int, file: Path, place: str, line: int = 1) -> tuple[Any, int]:
+def _decoded(text: str, at: int, file: File, place: str, line: int = 1) -> tuple[Any, int]:
     """The JSON value at a position of `text`, which begins at `line` of the file, and the position after it."""
     try:
         value, end = DECODER.raw_decode(text, at)
@@ -133,13 +134,13 @@ def _skip(text: str, at: int) -> int:
     return WHITESPACE.match(text, at).end()
 
 
-def _not_json(error: json.JSONDecodeError, file: Path, line: int = 1) -> DataError:
+def _not_json(error: json.JSONDecodeError, file: File, line: int = 1) -> DataError:
     shown = error.doc.splitlines()[error.lineno - 1 : error.lineno] or [""]
     seen = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown[0].strip()[:60])
     return DataError(f"{file}:{line + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}): {seen}")
 
 
-def _no_rows(file: Path, value: Any) -> DataError:
+def _no_rows(file: File, value: Any) -> DataError:
     lists = [name for name, x in value.items() if isinstance(x, list)] if isinstance(value, dict) else []
     what = (
         f"; this one is an object that holds lists, {', '.join(map(repr, lists))}: save the rows alone" if lists else ""
@@ -147,12 +148,12 @@ def _no_rows(file: Path, value: Any) -> DataError:
     return DataError(f"{file}: a .json data set is a list of objects, or one object per line{what}")
 
 
-def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
+def _lines(file: File, newline: str | None = None) -> Iterator[str]:
     """Refuses bytes that are not UTF-8, and UTF-16 without a byte order mark, whose first letter has a byte of 0."""
     # Bytes that are not UTF-8 become lone surrogates.
-    opened = gzip.open if file.name.lower().endswith(".gz") else open
-    with opened(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline) as lines:
+    with _bytes(file) as data, gzip.open(data) if file.name.lower().endswith(".gz") else data as plain:
         try:
+            lines = io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
             for number, line in enumerate(lines, start=1):
                 _check_utf_8(line, file, number)
                 yield line
@@ -160,7 +161,15 @@ def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
             raise DataError(f"{file}: it is not a gzip file, or a broken one ({error})") from None
 
 
-def _check_utf_8(line: str, file: Path, number: int) -> None:
+def _bytes(file: File) -> Any:
+    if isinstance(file, Path):
+        return file.open("rb")
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem().open(str(file))
+
+
+def _check_utf_8(line: str, file: File, number: int) -> None:
     try:
         line.encode()
     except UnicodeEncodeError as error:
@@ -169,7 +178,7 @@ def _check_utf_8(line: str, file: Path, number: int) -> None:
         raise _not_utf_8(line, line.index("\0"), file, number)
 
 
-def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
+def _not_utf_8(text: str, at: int, file: File, line: int) -> DataError:
     """The error about the character at a position of a line."""
     start = text[:8].encode(errors="surrogateescape") if line == 1 else b""
     for mark, program in COMPRESSED.items():

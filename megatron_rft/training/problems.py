@@ -36,6 +36,7 @@ class Problems:
                 adapter=source.adapter,
                 subset=source.subset,
                 files=source.files,
+                streaming=source.streaming,
                 part="test" if part in self.benchmarks else part,
             )
 

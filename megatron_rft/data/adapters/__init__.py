@@ -12,11 +12,10 @@ rewards and locations on the hub.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.data.adapters import code, mathematics, text, tools
-from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.fields import Fields, File, Row
 from megatron_rft.utils.errors import DataError, first_line
 
 MODULES = {"mathematics": mathematics, "code": code, "tools": tools, "text": text}
@@ -26,7 +25,7 @@ ADAPTERS: dict[str, Callable[[Fields], Row]] = {
 }
 
 
-def adapt(rows: Iterator[tuple[str, Row]], name: str, file: Path) -> Iterator[Row]:
+def adapt(rows: Iterator[tuple[str, Row]], name: str, file: File) -> Iterator[Row]:
     """Applies the adapter `name` to the rows of `file`."""
     for place, row in rows:
         place = f"{place} (adapter {name})"

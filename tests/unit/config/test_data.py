@@ -81,6 +81,16 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
         ("data.train={path: a.jsonl, files: b}", "files: does nothing for a file"),
         ("data.train={path: a.parquet, subset: b}", "subset: does nothing for a file"),
         ("data.train={path: d, files: '*.jsonl', split: dev}", "split: does nothing together with files"),
+        ("data.train={path: d, files: '*.jsonl', split: train}", "split: does nothing together with files"),
+        ("data.train={path: d, split: 'train[:80'}", "'train[:80' is no split; a slice is train[:80%]"),
+        ("data.train={path: d, split: 'train[10%:50]'}", "is no split"),  # datasets would read 50%
+        ("data.train={path: a.jsonl, split: 'test[:80%]'}", "split: does nothing for a file"),
+        ("data.train={path: a.jsonl, streaming: true, limit: 3}", "streaming: does nothing of data that is here"),
+        (
+            "data.train={path: 'hub:a/b', streaming: true}",
+            "streaming: reads the first rows: give their number by limit",
+        ),
+        ("data.train={path: 'hub:a/b', streaming: true, limit: 3, split: 'train[:9]'}", "and no slice of a split"),
         ("data.train={path: arithmetic, split: dev}", "'dev' is not one of train, demonstrations"),
         ("data.prompt_template=fap", "'fap' has no {field} and is not a template's name. Did you mean 'fpa'"),
     ],
@@ -121,15 +131,15 @@ def test_field_names_that_no_data_set_would_use(recipe):
     [
         ("data.train=mth", "no such file or folder, mth. Did you mean 'math'"),
         ("data.train=org/name", "no such file or folder, org/name. On the Hugging Face hub. Write hub:org/name"),
-        ("data.train={folder}/model", "model has no .parquet, .jsonl, .json, .arrow, .csv file"),
-        ("data.train={folder}/rl.tsv", "rl.tsv is not a .parquet, .jsonl, .json, .arrow, .csv file"),
-        ("data.train={folder}/rl.md", "rl.md is not a .parquet, .jsonl, .json, .arrow, .csv file"),
+        ("data.train={folder}/model", "model has no .parquet, .arrow, .jsonl, .*txt or \\(text\\) .gz file"),
+        ("data.train={folder}/rl.xls", "rl.xls is not a .parquet, .arrow, .jsonl, .*txt or \\(text\\) .gz file"),
+        ("data.train={folder}/rl.md", "rl.md is not a .parquet, .arrow, .jsonl, "),
         ("data.train=apps", "data.train: apps is graded by reward.kind=code, not math"),
     ],
 )
 def test_what_is_not_there(recipe, tmp_path, override, message):
     (tmp_path / "model" / "config.json").rename(tmp_path / "config.json")
     (tmp_path / "rl.md").touch()
-    (tmp_path / "rl.tsv").touch()
+    (tmp_path / "rl.xls").touch()
     with pytest.raises(UserError, match=message):
         check(load(recipe, [override.format(folder=tmp_path), f"model.path={tmp_path}"]))

@@ -1,14 +1,21 @@
 """The hub's own client against a local server that implements the download part of its protocol."""
 
+import gzip
 import hashlib
+import io
 import json
+import re
 import shutil
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfFileSystem, constants
 
 from megatron_rft.data.hub import is_here, model_folder
 from megatron_rft.data.rows import load_rows
@@ -41,14 +48,44 @@ MODEL = {
         {"weight_map": {part: f"model-0000{part}-of-00002.safetensors" for part in "12"}}
     ).encode(),
 }
-REPOSITORIES = {"datasets/org/sums": FILES, "models/org/tiny": MODEL}
+CARD = b"""---
+configs:
+- config_name: sums
+  default: true
+  data_files:
+  - {split: train, path: "a/*.parquet"}
+  - {split: held_out, path: b/*}
+- config_name: lines
+  data_files: c/rows.jsonl.gz
+- config_name: more
+  data_files: c/one.txt
+---
+"""
+TABLE = pyarrow.Table.from_pylist([{"question": f"{n}+{n}?", "answer": n} for n in range(5000)])
+
+
+def parquet(table) -> bytes:
+    with io.BytesIO() as file:
+        pyarrow.parquet.write_table(table, file, row_group_size=1000, compression=None)
+        return file.getvalue()
+
+
+DECLARED = {
+    "README.md": CARD,
+    "a/x 1.parquet": parquet(TABLE),
+    "b/y.parquet": parquet(TABLE[7:17]),
+    "c/rows.jsonl.gz": gzip.compress(line(question="3+3?", answer="6") * 7),
+    "c/one.txt": b"1+1?\n2+2?\n",
+    "c/train.parquet": parquet(TABLE[:1]),
+}
+REPOSITORIES = {"datasets/org/sums": FILES, "models/org/tiny": MODEL, "datasets/org/declared": DECLARED}
 
 
 class Hub(BaseHTTPRequestHandler):
     asked: list[str] = []
 
     def do_GET(self):
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         self.asked.append(path)
         for name, content in REPOSITORIES.items():
             url = f"/{name.removeprefix('models/')}/resolve/"
@@ -56,7 +93,9 @@ class Hub(BaseHTTPRequestHandler):
                 files = [{"rfilename": file} for file in content]
                 return self._send(json.dumps({"id": name.partition("/")[2], "sha": SHA, "siblings": files}).encode())
             if path.startswith(f"/api/{name}/tree/"):
+                folder = path.removeprefix(f"/api/{name}/tree/").partition("/")[2]
                 files = [{"type": "file", "path": file, "size": len(d), "oid": file} for file, d in content.items()]
+                files = [file for file in files if file["path"].startswith(folder)]
                 return self._send(json.dumps(files).encode())
             if path.startswith(url) and (file := path.removeprefix(url).partition("/")[2]) in content:
                 return self._send(content[file])
@@ -64,13 +103,29 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self):
+        """What there is at some paths."""
+        name = self.path.partition("/paths-info/")[0].removeprefix("/api/")
+        paths = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+        files = [
+            {"type": "file", "path": p, "size": len(d), "oid": p} for p, d in REPOSITORIES[name].items() if p in paths
+        ]
+        folders = {p for p in paths if any(file.startswith(f"{p}/") for file in REPOSITORIES[name])}
+        self._send(json.dumps(files + [{"type": "directory", "path": p, "oid": p} for p in folders]).encode())
+
     def _send(self, data: bytes):
-        self.send_response(200)
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if span:
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {span[1]}-{span[2]}/{len(data)}")
+            data = data[int(span[1]) : int(span[2]) + 1]
+        else:
+            self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
         self.send_header("X-Repo-Commit", SHA)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(data)
 
     def log_message(self, *_):
@@ -85,6 +140,8 @@ def endpoint(monkeypatch, tmp_path):
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 
     def use(url: str):
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+        HfFileSystem.clear_instance_cache()
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
 
@@ -108,13 +165,40 @@ def server(endpoint):
 def test_a_split_of_a_subset_is_downloaded_once_and_nothing_else(server, endpoint):
     rows = load_rows("hub:org/sums", subset="main", part="train")
     assert [row["answer"] for row in rows] == ["2", "3"]
-    assert not any("README" in path or "load.py" in path or "test" in path for path in Hub.asked)
+    assert not any("load.py" in path or "test" in path for path in Hub.asked)
     endpoint("http://127.0.0.1:9")  # without network: what is in the cache
     assert load_rows("hub:org/sums", subset="main", part="train") == rows
     with pytest.raises(DataError, match="org/sums could not be downloaded"):  # this one never was
         load_rows("hub:org/sums", "test", subset="hard")
     with pytest.raises(DataError, match="its copy in .*: no file of the subset 'easy'"):
         load_rows("hub:org/sums", "test", subset="easy")
+
+
+def test_configurations_and_splits_that_the_card_declares(server, endpoint):
+    rows = TABLE.to_pylist()
+    assert load_rows("hub:org/declared") == rows
+    held_out = rows[7:17]
+    assert load_rows("hub:org/declared", "held_out", subset="sums") == held_out
+    assert load_rows("hub:org/declared", subset="lines") == [{"question": "3+3?", "answer": "6"}] * 7
+    assert load_rows("hub:org/declared", subset="more") == [{"text": "1+1?"}, {"text": "2+2?"}]
+    assert load_rows("hub:org/declared", files="c/*.parquet") == rows[:1]  # declared or not
+    endpoint("http://127.0.0.1:9")  # without network: what is in the cache, chosen in the same way
+    assert load_rows("hub:org/declared") == rows and load_rows("hub:org/declared", "held_out") == held_out
+    assert load_rows("hub:org/declared", "train[:80%]") == rows[:4000]
+    assert load_rows("hub:org/declared", "train[-3:]+held_out[:30%]", limit=4) == [*rows[-3:], held_out[0]]
+    with pytest.raises(DataError, match="no split 'dev' among those that its card declares, held_out, train"):
+        load_rows("hub:org/declared", "dev")
+
+
+def test_a_stream_reads_the_first_rows_and_writes_nothing(server, endpoint, tmp_path):
+    assert load_rows("hub:org/declared", limit=3, streaming=True) == TABLE[:3].to_pylist()
+    lines = load_rows("hub:org/declared", None, 5, subset="lines", streaming=True)
+    assert lines == [{"question": "3+3?", "answer": "6"}] * 5
+    assert load_rows("hub:org/sums", "test", 1, subset="hard", streaming=True)[0]["answer"] == "198"
+    assert not [file for file in (tmp_path / "cache").rglob("*") if file.suffix in (".parquet", ".jsonl", ".gz")]
+    endpoint("http://127.0.0.1:9")
+    with pytest.raises(DataError, match="org/declared could not be downloaded .*without network, copy its files here"):
+        load_rows("hub:org/declared", limit=3, streaming=True)
 
 
 def test_an_interrupted_download_is_not_taken_for_the_whole(server, endpoint, tmp_path):

@@ -1,5 +1,6 @@
 import datetime
 import json
+import shutil
 import subprocess
 import sys
 
@@ -103,6 +104,7 @@ def test_a_truncated_table_is_named(tmp_path):
         ("a.json", '{"q": 1}', "a list of objects"),
         ("a.json", '{"q": 1}\n[2]\n', r"a\.json:2: a row is an object"),
         ("a.parquet", "text", "cannot be read as a parquet file"),
+        ("a.xml", "text", r"a\.xml is not a \.parquet, .* or \(text\) \.gz file"),
         ("a.arrow", "text", "cannot be read as an Arrow file"),
     ],
 )
@@ -119,3 +121,45 @@ def test_a_plan_imports_neither_datasets_nor_pyarrow(tmp_path):
     code += "print({'datasets', 'pyarrow', 'pandas', 'huggingface_hub', 'torch'} & set(sys.modules))"
     told = subprocess.check_output([sys.executable, "-c", code, "plan", str(recipe)], text=True)
     assert told.splitlines()[-1] == "set()"
+
+
+def test_slices_of_a_split_are_those_of_datasets(tmp_path):
+    rows = [{"n": n} for n in range(13)]
+    (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
+    (tmp_path / "train-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[9:]))
+    (tmp_path / "test.jsonl").write_text('{"n": 99}\n')
+    whole = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    whole.save_to_disk(tmp_path / "saved")
+    whole["train"].to_parquet(tmp_path / "p" / "train.parquet")
+    cache = str(tmp_path / "cache")
+    for split in ("train[:80%]", "train[80%:]", "train[2:5]", "train[-3:]", "train[:-10%]", "train[:99]+train[1:2]"):
+        expected = datasets.load_dataset(str(tmp_path / "p"), split=split, cache_dir=cache).to_list()
+        for place in ("saved", "p"):
+            assert load_rows(tmp_path / place, split) == expected
+        assert load_rows(tmp_path, split, files="train-*.jsonl") == expected
+    for name in ("saved", "p", "cache"):
+        shutil.rmtree(tmp_path / name)
+    mixed = load_rows(tmp_path, "train[-5:]+test")
+    assert mixed == [*rows[-5:], {"n": 99}]
+    assert [mixed.place(index).rpartition("/")[2] for index in (0, 1, 5)] == [
+        "train-0.jsonl:9",
+        "train-1.jsonl:1",
+        "test.jsonl:1",
+    ]
+    assert load_rows(tmp_path / "test.jsonl", "train[:50%]+train[50%:]") == [{"n": 99}]
+    with pytest.raises(DataError, match=r"the data set is empty \(test\[:0%\]\)"):
+        load_rows(tmp_path, "test[:0%]")
+    with pytest.raises(DataError, match=r"train\[:500%\]: Percent slice boundaries"):
+        load_rows(tmp_path, "train[:500%]")
+
+
+def test_a_folder_with_a_card(tmp_path):
+    (tmp_path / "README.md").write_text('---\nconfigs: [{config_name: default, data_files: "b.*"}]\n---\n')
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"n": name}) + "\n")
+    assert load_rows(tmp_path) == [{"n": "b"}] and load_rows(tmp_path, files="a.jsonl") == [{"n": "a"}]
+    (tmp_path / "README.md").write_text('---\nconfigs: [{config_name: default, data_files: "c.*"}]\n---\n')
+    with pytest.raises(DataError, match="the configurations of its README.md cannot be used .*option files"):
+        load_rows(tmp_path)
+    (tmp_path / "README.md").write_text("Rows.\n")
+    assert load_rows(tmp_path) == [{"n": "a"}, {"n": "b"}]
