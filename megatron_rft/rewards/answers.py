@@ -25,7 +25,8 @@ ADVERB = r"\s*(?:therefore|thus|then|simply|just|also|now|indeed|actually|exactl
 MARK = re.compile(
     r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\b"
     r"(?:ans(?:wers?)?|respuestas?|soluci[óo]n|resultado)\b(?:[^.\n=:]|\.\d){0,80}?"
-    rf"(?:\b(?:is|are|was|be|equals|becomes|es|son)\b{ADVERB}[:=]?|:|=)|(?:答案?|结果)(?:应?该?[是为]|[*\s]*[:：])+",
+    rf"(?:\b(?:is|are|was|be|equals|becomes|es|son)\b{ADVERB}[:=]?|:|=)"
+    r"|(?<!错误)(?<!可能的)(?:答案|结果)(?:】|(?:应该?|就)?[是为]|[*\s]*[:：])+|^\W*答[:：]",
     re.IGNORECASE | re.MULTILINE,
 )
 END = (
@@ -44,6 +45,7 @@ COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope thi
 WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
+DENIED_IN_SPANISH = re.compile(r"\b(?:no|quiz[áa]s?|tal vez|incorrect[ao]|equivocad[ao]|err[óo]ne[ao]|posibles?)\b")
 DENIED = re.compile(
     r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unless|wrong|incorrect"
     r"|possible answers?|(?:unknown|undefined|n?either)(?=\s+\w))\b|(?<=\w )if\b|\(\s*(?:or|and)\b|\?"
@@ -132,7 +134,9 @@ def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
         rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n：").removeprefix("that ")
-        if not (DENIED.search(match[0]) or " no " in match[0]) and (found := _value(_clauses(rest)[0], words=5)):
+        if not (DENIED.search(match[0]) or DENIED_IN_SPANISH.search(match[0])) and (
+            found := _value(_clauses(rest)[0], words=5)
+        ):
             return found
     return None
 

@@ -10,7 +10,7 @@ x = 3         the value 3 where the reference has no equation; else the same equ
 import re
 
 from megatron_rft.rewards.equivalence import values
-from megatron_rft.rewards.equivalence.reader import EMPTY, is_name
+from megatron_rft.rewards.equivalence.reader import EMPTY, TO, is_name
 from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times, value_of
 from megatron_rft.rewards.equivalence.units import LETTERS, measures
 
@@ -29,7 +29,7 @@ def counted(wanted: Tree, got: Tree) -> Tree:
 def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
     """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
     if wanted == got or "text" in (wanted[0], got[0]):
-        return wanted == got
+        return wanted == got or (got[0] == "n" and wanted[1] == f"number {got[1]}")  # 5 for the fifth
     for rule in (_chains, _units, _percentages, _lists, _ordered):
         verdict = rule(wanted, got, percent)
         if verdict is not None:
@@ -80,6 +80,7 @@ def _rounds(exact: Tree, written: Tree, signs: str) -> bool:
 
 def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """A unit may be left out; another one is wrong, and the same quantity in another unit is right."""
+    wanted, got = _clock(wanted, got), _clock(got, wanted)
     ours, theirs = map(measured, (wanted, got))
     if "unit" not in (wanted[0], got[0]):
         if (DEGREE in nodes(wanted)) != (DEGREE in nodes(got)) and values.symbols(wanted) == values.symbols(got):
@@ -95,6 +96,16 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
         return same(ours[1], theirs[1], percent)
     pairs = [(a, b) for what, a in one for another, b in other if what == another]
     return any(values.equal(times(ours[1], ("n", Numeral(a))), times(theirs[1], ("n", Numeral(b)))) for a, b in pairs)
+
+
+def _clock(tree: Tree, other: Tree) -> Tree:
+    """16:15 is 4:15 pm beside a time that says am or pm."""
+    if other[0] != "unit" or other[2].lower() not in ("am", "pm") or tree[:2] != ("f", ":"):
+        return tree
+    hour, minute = (each[1] if values.is_whole(each) else -1 for each in tree[2:])
+    if 0 < hour < 13 or not (0 <= hour < 24 and 0 <= minute < 60):
+        return tree
+    return ("unit", ("f", ":", ("n", Numeral((hour - 1) % 12 + 1)), tree[3]), "pm" if hour > 12 else "am")
 
 
 def measured(tree: Tree) -> Tree:
@@ -129,16 +140,18 @@ def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     if _nested(wanted) != _nested(got):
         return False
     ours, theirs = (list(each[1:]) if each[0] in (",", "{}", "u") else [each] for each in (wanted, got))
-    names = {each[2] for each in ours if each[0] == "="}
+    names, others = (
+        {each[2]: each[-1] for each in parts if each[0] == "=" and is_name(each[2])} for parts in (ours, theirs)
+    )
     if len(names) == len(ours) and not any(each[0] == "=" for each in theirs):  # 1, 2 for x = 1, y = 2
-        return _in_order([each[-1] for each in ours], theirs if len(theirs) > 1 else members(got))
-    named = {each[2]: each[-1] for each in theirs if each[0] == "=" and is_name(each[2])}
-    if wanted[:3] == ("()", "(", ")") and len(named) == len(theirs) > 1:  # x = 1, y = 2 for (1, 2)
-        return _in_order(list(wanted[3:]), [named[name] for name in sorted(named)])
+        return _in_order(list(names.values()), theirs if len(theirs) > 1 else members(got))
+    if wanted[0] == "()" and wanted[1] in ("(", "") and len(others) == len(theirs) > 1:  # x = 1, y = 2 for (1, 2)
+        return TO not in nodes(wanted) and _in_order(list(wanted[3:]), [others[name] for name in sorted(others)])
     if {wanted[0], got[0]} == {",", "()"}:  # (3, 5) for 3, 5
         return wanted[0] == "," and wanted[1][0] != "()" and _in_order(members(wanted), members(got))
     for each in ours:
-        place = next((k for k, other in enumerate(theirs) if same(each, other, percent)), None)
+        alike = (k for k, other in enumerate(theirs) if same(each, other, percent))
+        place = next((k for k in alike if not _nested(wanted) or (each[0] == "{}") == (theirs[k][0] == "{}")), None)
         if place is None:
             return False
         theirs.pop(place)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron_rft.rewards.equivalence.spoken import LARGE, number
 from megatron_rft.rewards.equivalence.tokens import Token, tokens
 from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Numeral, Tree, nodes, plus, power, ratio, rebuilt, times
-from megatron_rft.rewards.equivalence.units import is_unit
+from megatron_rft.rewards.equivalence.units import is_unit, measures
 from megatron_rft.rewards.equivalence.values import within_limit
 
 BIG = {"int", "iint", "iiint", "oint", "sum", "prod", "lim"}
@@ -127,7 +127,7 @@ class Reader:
                 break
             members += self.item()
         if len(members) == 1:
-            return members[0]
+            return _apart(members[0])
         if all(each[0] == "u" for each in members):
             return ("u", *(part for each in members for part in each[1:]))
         if members[0][0] == "=" and not any(each[0] == "=" for each in members[1:]):
@@ -136,8 +136,15 @@ class Reader:
 
     def item(self) -> list[Tree]:
         found = self.attempt(self.words) or self.chain()
+        while found[0] == "unit" and (more := self.attempt(lambda: self.with_smaller(found))):  # noqa: B023
+            found = more
         several = any(each[:2] == ("f", "pm") for each in nodes(found))
         return [_signed(found, sign) for sign in "+-"] if several else [found]
+
+    def with_smaller(self, found: Tree) -> Tree | None:
+        """Read 20 minutes behind 3 hours, 50 cents behind "2 dollars and"."""
+        self.has("and")
+        return together(found, self.product())
 
     def words(self) -> Tree | None:
         """Words up to the end of an item: Friday, Quadrant I, ninety-nine."""
@@ -243,8 +250,11 @@ class Reader:
         said, first = "", self.tokens[self.place]
         while self.next not in ENDS or (self.next == "}" and said.count("{") > said.count("}")):
             token = self.take()
-            if not (is_word(token) or token in "^/{}*-" or (said and re.fullmatch(r"[a-zA-Z\d]", token))):
+            if not (is_word(token) or token in "^/{}*-" or (said and re.fullmatch(r"[a-zA-Z]|\d+", token))):
                 return None
+            if said.endswith(" ") and token[0] in DIGITS:  # 3 hours 20 minutes
+                self.place -= 1
+                break
             said += token.replace('"', " ") + (" " if is_word(token) else "")
         return said.strip() if is_unit(said.strip(), first.apart, '"' in first.text) else None
 
@@ -401,20 +411,29 @@ class Reader:
         return found
 
     def matrix(self, name: str) -> Tree:
-        """Read the rows between \\begin{pmatrix} and \\end{pmatrix}."""
-        if "matrix" not in name and "array" not in name:
+        """Read the rows between \\begin{pmatrix} and \\end{pmatrix}; of cases, if one stands in a row."""
+        if not re.search("matrix|array|cases|aligned", name):
             raise ValueError(name)
         rows: list[list[Tree]] = [[]]
         while not self.has(r"\end"):
             if self.has(r"\\"):
                 rows.append([])
-            elif not self.has("&"):
+            elif not self.has("&", ","):
                 rows[-1].append(self.chain())
         rows = [cells for cells in rows if cells]
+        if "cases" in name or "aligned" in name:
+            return self.take("") if max(map(len, rows)) > 1 else (",", *(cells[0] for cells in rows))
         if 1 in (len(rows), max(map(len, rows))):  # a vector
             return ("()", "", "", *(cell for cells in rows for cell in cells))
         found = ("matrix", *(("row", *cells) for cells in rows))
         return ("f", "det", found) if "vmatrix" in name.lower() else found
+
+
+def _apart(tree: Tree) -> Tree:
+    """(x, y) = (1, 2) is x = 1, y = 2."""
+    if tree[0] != "=" or not tree[2][0] == tree[-1][0] == "()" or not len(tree[2]) == len(tree[-1]) > 3:
+        return tree
+    return (",", *(("=", "=", *pair) for pair in zip(tree[2][3:], tree[-1][3:], strict=True)))
 
 
 def _with_sign(sign: str, term: Tree) -> Tree:
@@ -449,3 +468,14 @@ def _interval(members: list[Tree], signs: list[str]) -> Tree | None:
 
 def _all_but(value: Tree) -> Tree:
     return ("u", ("()", "(", ")", FROM, value), ("()", "(", ")", value, TO))
+
+
+def together(large: Tree, small: Tree) -> Tree | None:
+    """Add a part of one unit of a quantity, in a smaller unit: 20 minutes to 3 hours."""
+    if not (large[0] == small[0] == "unit" and large[1][0] == small[1][0] == "n"):
+        return None
+    for what, size in measures(large[2]):
+        for other, part in measures(small[2]):
+            if what == other and 0 < (share := small[1][1] * part / size) < 1 and part < size:
+                return ("unit", ("n", Numeral(large[1][1] + share)), large[2])
+    return None

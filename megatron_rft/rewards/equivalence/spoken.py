@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+LARGE = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 TENS = "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 NUMBERS = dict(zip(f"{ONES} {TENS}".split(), [*range(20), *range(20, 100, 10)], strict=True))
@@ -12,7 +12,7 @@ ORDINALS = {re.sub("y$", "ie", name) + "th": name for name in NUMBERS | LARGE} |
     "twelfth": "twelve",
 }  # fmt: skip
 SHARES = ORDINALS | {"half": "two", "halve": "two", "quarter": "four"}
-KINDS = {"hundred": "h", "and": "a"} | dict.fromkeys(("thousand", "million", "billion", "trillion"), "k")
+KINDS = {"hundred": "h", "and": "a"} | dict.fromkeys(("dozen", "thousand", "million", "billion", "trillion"), "k")
 BELOW_1000 = "(?:o?ha?)?(?:to?|o|n)?"  # letters of KINDS: ones, tens, numbers from ten to nineteen
 SPELLED = re.compile(f"(?=.)(?:{BELOW_1000}ka?)*{BELOW_1000}")
 MONTHS = "january february march april may june july august september october november december"
@@ -68,7 +68,7 @@ def number(words: list[str]) -> Fraction | str | None:
 def _count(words: list[str]) -> int:
     total, group = 0, 0
     for word in words:
-        if LARGE.get(word, 0) > 100:
+        if word in LARGE and word != "hundred":
             total, group = total + max(group, 1) * LARGE[word], 0
         else:
             group = max(group, 1) * 100 if word == "hundred" else group + NUMBERS.get(word, 0)

@@ -6,6 +6,7 @@ quotation mark.
 
 import re
 import unicodedata
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rft.rewards.equivalence.spoken import is_number, spoken
@@ -24,14 +25,27 @@ COINS |= {"jpy": "yen", "₹": "rupee", "inr": "rupee", "rs": "rupee"}
 RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 COIN = re.compile(r"\bUS\$|\bUSD\b|(?P<coin>[€£¥₹]|\b(?:EUR|GBP|RMB|CNY|JPY|INR)\b|\bRs\b\.?)")
 MONEY = re.compile(rf"(?:\bUS\s*)?\\\$|{COIN.pattern}|(?:\A|(?<=\s))[$](?=\s*[\d.])")
-# Of the text, before it is cut.
-REWRITTEN = [
+
+
+def _unit(found: re.Match) -> str:
+    return found[1] + {"h": "hour}", "s": "second}"}[found[2]]
+
+
+REWRITTEN = [  # of the text, before it is cut
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\bbox\s*\[[^][]*\]", " "),
         (r"\\(?:tag\*?|label|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}", " "),
         (r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", r"\\degree "),
         (r"\{:\}|\\colon(?![a-z])", ":"),
+        (
+            r"\\left\s*\\\{\s*\\begin\{(?:array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\w+\}\s*\\right\s*(?:\.|\Z)",
+            r"\\begin{cases}\1\\end{cases}",
+        ),
+        (r"\A((?:\\left\s*)?[\[(][^][()&]*[\])])\s*\^\s*\{?\s*(?:T|\\top|\\mathsf\{T\})\s*\}?\Z", r"\1"),
+        (r"\bC\(([^(),]+),([^(),]+)\)", r"\\binom{\1}{\2}"),
+        (r"(?:\{\})?[_^]\{?(\w+)\}?\s*C_\{?(\w+)\}?", r"\\binom{\1}{\2}"),
+        (r"(\d\s*\\(?:text|mathrm)\s*\{[\s~]*)([hs])[\s.]*\}(?!\s*[\^/])", _unit),
         (r"(?<!\\)\bmins?\b(?!\}?\s*(?:[({_]|\\left|\\\{))", "minute"),
         (r"\bper\s?cent\b", r"\\%"),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
@@ -40,7 +54,11 @@ REWRITTEN = [
         (r"(\.\d{0,20}?)(?:(\d)\2\2+|(\d{2,12}?)\3+)(?:\\[lc]?dots|\.\.+)", r"\1\\overline{\2\3}"),
     )
 ]
-UNUSUAL = re.compile(r"color|bbox|tag|label|space|phantom|circ|colon|\{:|min|cent|\d\s*[xX]|dot|\.\d*\(|\.\.")
+UNUSUAL = re.compile(
+    r"\\(?:right\s*(?:\.|\Z)|(?:text)?color|bbox|tag|label|[hv]|circ|colon|[lc]?dot)|[\])]\s*\^|C[(_]"
+    r"|\{[\s~]*[hs:][\s.}]|\d\s*[xX]\s*10|\.\d*[(.]"
+)
+WORDY = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2}")
 TRAILING = re.compile(r"(?:\\[,;:! ]|[.,;:\s]|\\\Z)+\Z")
 TEXT = r"\\(?:text(?:bf|rm|it|sf|tt|sl|sc|normal)?|emph|mbox|math(?:rm|sf)|operatorname\*?|hbox)\s*\{(?P<text>[^{}]*)\}"
 TOKEN = re.compile(
@@ -68,7 +86,7 @@ NAMES |= {name: "\\" + name for name in BARE.split()}
 NO_TOKENS = (
     r"\, \; \: \! \( \) \[ \] \quad \qquad \thinspace \medspace \hfill \displaystyle \textstyle \limits \nolimits "
     r"\bf \rm \it \large \Large \LARGE \huge \Huge \small \underline \ensuremath \mathord \therefore "
-    r"\blacksquare \square \Box \checkmark \qed "
+    r"\enspace \blacksquare \square \Box \checkmark \qed "
     r"\mathbf \mathit \mathcal \boldsymbol \bm \vec \overrightarrow \hat \widehat \boxed \fbox"
 )
 SKIPPED = {"\\ ", *NO_TOKENS.split()}
@@ -79,14 +97,18 @@ class Token(NamedTuple):
     apart: bool  # from the token before
 
 
+@lru_cache(4096)
 def tokens(text: str) -> tuple[list[Token], str]:
     """Return the tokens of an answer, and the name of its currency or ""."""
     text = _plain(text.strip())
-    for pattern, new in REWRITTEN if UNUSUAL.search(text) else ():
+    wordy = WORDY.search(text)
+    for pattern, new in REWRITTEN if wordy or UNUSUAL.search(text) else ():
         text = pattern.sub(new, text)
-    text = TRAILING.sub("", text)
-    money = MONEY.search(text) if text.count("$") % 2 or "\\$" in text or COIN.search(text) else None
-    text = spoken(MONEY.sub("", text) if money else text).replace("$", "")
+    text = TRAILING.sub("", text) if text[-1:] in set(" .,;:!\\") else text
+    signed = text.count("$") % 2 or "\\$" in text or not text.isascii() or (wordy and COIN.search(text))
+    money = MONEY.search(text) if signed else None
+    text = MONEY.sub("", text) if money else text
+    text = (spoken(text) if wordy else text).replace("$", "")
     text = text.replace(" ", "") if SPACED.fullmatch(text) else text
     return _cut(text), COINS.get((money["coin"] or "").lower().rstrip("."), "dollar") if money else ""
 

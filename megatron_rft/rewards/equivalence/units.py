@@ -29,7 +29,7 @@ COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "mps": "m/s"}
 # Words behind a number that are not its unit.
 NO_UNIT = (
     "or and not maybe perhaps possibly either else but if mod base plus minus over less more than is are was by "
-    "of from to dozen hundred thousand million billion trillion pi sqrt sin cos tan log ln th st nd rd unless"
+    "of from to hundred thousand million billion trillion pi sqrt sin cos tan log ln th st nd rd unless"
 )
 WORD = re.compile(r"[a-zA-Z°£¥]+")
 POWERS = {"square": 2, "sq": 2, "cubic": 3}

@@ -28,6 +28,8 @@ RIGHT = {
     "names": [
         ("(4,6)", "x=4, y=6"), ("(4,6)", r"y=6\text{ and }x=4"), ("x=4, y=6", "(4,6)"), ("(4,6,1)", "a=4, b=6, c=1"),
         ("x=9", "9=x"), ("9", "9 = k"),
+        ("a=4, b=6", "(a,b)=(4,6)"), ("(a,b)=(4,6)", "b=6, a=4"), ("(4,6)", r"\begin{cases} x=4, \\ y=6 \end{cases}"),
+        ("(4,6)", r"\left\{\begin{array}{l} x=4 \\ y=6 \end{array}\right."),
     ],
     "dressing": [
         ("9", r"\color{blue}{9}"), ("9", r"\textcolor{red}{9}"), ("9", r"{\bf 9}"), ("9", r"\underline{9}"),
@@ -35,7 +37,11 @@ RIGHT = {
         ("20", r"{6\choose 3}"), (r"\frac59", r"0.\dot{5}"), (r"\frac{1}{12}", r"0.08\dot3"), (r"\frac59", "0.555..."),
         (r"\frac{12}{99}", r"0.\dot1\dot2"), ("9", "9\u200b"), ("19", "1\u20609"), ("9", "\ufeff９"), (r"\frac38", "⅜"),
     ],
-    "times": [("5:45", "5{:}45"), ("5:45", r"5\colon45"), (r"5:45\text{ PM}", "5:45 p.m."), ("5:45", "05:45")],
+    "times": [("5:45", "5{:}45"), ("5:45", r"5\colon45"), (r"5:45\text{ PM}", "5:45 p.m."), ("5:45", "05:45"),
+        (r"5:45\text{ PM}", "17:45"), (r"0:20", r"12:20\text{ AM}"), (r"2\text{ h }20\text{ min}", "140 min"),
+        (r"2.5\text{ hours}", r"2\text{ hours and }30\text{ minutes}"),
+        (r"\$1.30", r"1\text{ dollar and }30\text{ cents}"),
+    ],
     "functions": [
         ("e^{3x}", r"\exp(3x)"), (r"\sin 4x", r"2\sin 2x\cos 2x"), (r"\cos 2x", r"2\cos^2 x-1"),
         ("|y|", r"\sqrt{y^2}"), (r"\frac{m(m-1)}{2}", r"\binom{m}{2}"), (r"\binom{m}{2}", r"\frac{m!}{2!(m-2)!}"),
@@ -81,7 +87,10 @@ WRONG = {
         ("20", r"{3\choose 6}"), (r"\frac59", r"0.\dot{6}"), (r"\frac59", "0.555"), ("9", "9\u200b0"),
         ("x", r"\dot{x}"),
     ],
-    "times": [("5:45", "5:54"), (r"5:45\text{ PM}", r"5:45\text{ AM}"), ("5:45", "5.45")],
+    "times": [("5:45", "5:54"), (r"5:45\text{ PM}", r"5:45\text{ AM}"), ("5:45", "5.45"),
+        (r"5:45\text{ AM}", "17:45"), (r"2\text{ h }20\text{ min}", r"2\text{ h }2\text{ min}"),
+        (r"20\text{ min}, 30\text{ min}", r"50\text{ min}"),
+    ],
     "functions": [
         ("e^{3x}", r"\exp(x)"), (r"\sin 4x", r"2\sin x\cos x"), (r"\sin 4x", r"4\sin x"), ("y", r"\sqrt{y^2}"),
         ("|y|", r"\sqrt{y}^2"), (r"\frac{m(m-1)}{2}", r"\binom{m+1}{2}"), ("144", "57+87"),
@@ -103,6 +112,7 @@ WRONG = {
     "percentages": [(r"16\frac23\%", r"\frac{50}{3}"), (r"16\frac23\%", r"16\%"), (r"16\frac23\%", r"\frac{2}{3}\%")],
     "sets": [
         (r"\{\emptyset\}", r"\emptyset"), (r"\emptyset", r"\{\emptyset\}"), (r"\{\{1\}\}", r"\{1\}"),
+        (r"\{\{1\}, 2\}", r"\{1, 2\}"),
         (r"\{\{1,2\}\}", "1,2"),
     ],
 }  # fmt: skip
@@ -128,8 +138,10 @@ def test_a_multiple_of_the_questions_matrix_is_left_to_be_done():
 MARKED = [
     ("答案：42", True), ("所以答案是42。", True), ("因此，最终答案为 **42**。", True), ("答：42", True),
     ("La respuesta es 42.", True), ("**Respuesta final:** $42$", True), ("El resultado es 42.", True),
-    ("答案不是42", False), ("答案：42或43", False), ("答案是42吗？", False), ("答案：42。不对，答案是43。", False),
-    ("La respuesta no es 42.", False), ("La respuesta es 42 o 43.", False), ("La respuesta podría ser 42.", False),
+    ("答案不是42", False), ("错误答案：42", False),
+    ("答案：42或43", False), ("答案是42吗？", False), ("答案：42。不对，答案是43。", False),
+    ("La respuesta incorrecta es 42.", False), ("La respuesta no es 42.", False),
+    ("La respuesta es 42 o 43.", False), ("La respuesta podría ser 42.", False),
 ]  # fmt: skip
 
 
