@@ -112,9 +112,10 @@ def check_user_code(recipe: Recipe) -> None:
             maker(**environment.own_options())
     for reward in recipe.reward.everything():
         if isinstance(reward, OwnOptions):
-            from megatron_rft.rewards.user_reward import UserReward
+            from megatron_rft.rewards import registry
 
-            UserReward(reward.function, reward.maximum)
+            with contextlib.closing(registry.build(reward)) as own:
+                own.check()
 
 
 def work(output_dir: str, run: Callable[[], int]) -> int:

@@ -191,6 +191,18 @@ class OwnOptions(RewardOptions, kind="own"):
     """my_file.py:name (relative to the working directory) or my_module:name."""
     maximum: float | None = Field(default=None, allow_inf_nan=False)
     """Upper bound of the reward. None: no bound."""
+    signature: Literal["trl", "trl_chat", "verl"] | None = None
+    """Whose arguments it has. trl: prompts, completions and the row's columns, as lists of texts. trl_chat: the same
+    with lists of messages. verl: data_source, solution_str, ground_truth, extra_info. None: (prompt, text), or
+    (prompts, texts) with lists."""
+    processes: Count = 1
+    """Processes of each rank with an engine in which it runs."""
+    timeout_s: Positive = 60.0
+    """Seconds for a response; for a function of lists, for the responses to one problem. Later ones are left out."""
+    memory_mb: Count | None = None
+    """Limit of a process's data, with the models that its module loads. None: no limit."""
+    at_once: Count | None = None
+    """Calls of an async function that wait at the same time, in each process. None: 64."""
 
 
 REWARDS: dict[str, tuple[type[RewardOptions], str]] = {

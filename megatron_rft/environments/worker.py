@@ -11,8 +11,6 @@ import importlib
 import inspect
 import json
 import math
-import random
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -101,9 +99,7 @@ class Host:
         """Seed the global generators from (episode's seed, call), since the order of episodes depends on timing."""
         seed, call = self.seeds[episode]
         self.seeds[episode] = seed, call + 1
-        random.seed(f"{seed}/{call}")
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(random.getrandbits(32))
+        user_code.seed_generators(f"{seed}/{call}")
 
 
 def checked_text(text: Any, method: Callable[..., Any], returned: Any) -> Any:
@@ -122,4 +118,4 @@ def checked_text(text: Any, method: Callable[..., Any], returned: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(lambda **options: Host(maker(**options)).answer)
+    serve(lambda **options: (Host(maker(**options)).answer, None))

@@ -92,7 +92,7 @@ class GradedSampler:
             for number, response in enumerate(group.responses)
         ]
         texts = [self.decode(each.last_turn) for _, _, each in answered]
-        scores = scored(self.reward, [prompt for prompt, _, _ in answered], texts, [each for _, _, each in answered])
+        scores = scored(self.reward, [prompt for prompt, _, _ in answered], texts, [each for _, _, each in answered])()
         return [
             (prompt, number, response, text, finite(score, self.reward, name, prompt, number, text))
             for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_rft.responses import Prompt, Response, Score
@@ -23,6 +23,11 @@ class Reward(ABC):
     def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
         """Return one score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
 
+    def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
+        """Start to grade. Returns a function that waits for the scores, from any thread."""
+        scores = self(prompts, texts)
+        return lambda: scores
+
     def answer(self, prompt: Prompt, text: str) -> str | None:
         """Return the response's answer, for majority votes; None if it has none."""
         return None
@@ -40,12 +45,19 @@ class NoReward(Reward):
         return [Score(0.0)] * len(texts)
 
 
-def scored(reward: Reward, prompts: Sequence[Prompt], texts: list[str], responses: Sequence[Response]) -> list[Score]:
-    """The environments' scores and, of responses without one, the reward's, with the rewards of turns added."""
+def scored(
+    reward: Reward, prompts: Sequence[Prompt], texts: list[str], responses: Sequence[Response]
+) -> Callable[[], list[Score]]:
+    """Start to grade. Returns a function that waits for the environments' scores and, of responses without one, the
+    reward's, with the rewards of turns added."""
     missing = [number for number, response in enumerate(responses) if response.score is None]
-    graded = reward([prompts[i] for i in missing], [texts[i] for i in missing]) if missing else []
-    found = dict(zip(missing, graded, strict=True))
-    return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
+    wait = reward.begin([prompts[i] for i in missing], [texts[i] for i in missing]) if missing else list
+
+    def scores() -> list[Score]:
+        found = dict(zip(missing, wait(), strict=True))
+        return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
+
+    return scores
 
 
 def check_share(errors: Sequence[tuple[Prompt, str]], count: int, reward: Reward, when: str) -> None:

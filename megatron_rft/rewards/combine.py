@@ -1,6 +1,7 @@
 """Combines rewards: weighted sums, and a verifier for each row."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rft.responses import Prompt, Score
@@ -28,9 +29,12 @@ class SumReward(Reward):
         bounded = all(part.weight >= 0 for part in judging)  # rewards have no stated lower bound
         self.maximum = sum(part.weight * part.reward.maximum for part in judging) if bounded else math.inf
 
+    def begin(self, prompts: list[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
+        columns = [part.reward.begin(prompts, texts) for part in self.parts]
+        return lambda: [self._sum(row) for row in zip(*(wait() for wait in columns), strict=True)]
+
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        columns = [part.reward(prompts, texts) for part in self.parts]
-        return [self._sum(row) for row in zip(*columns, strict=True)]
+        return self.begin(prompts, texts)()
 
     def _sum(self, scores: tuple[Score, ...]) -> Score:
         terms = list(zip(self.parts, scores, strict=True))
@@ -63,14 +67,22 @@ class ByRowReward(Reward):
         self.maximum = max(reward.maximum for reward in kinds.values())
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
+        return self.begin(prompts, texts)()
+
+    def begin(self, prompts: list[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
         places: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(self._kind(prompt), []).append(place)
-        scores: dict[int, Score] = {}
-        for kind, chosen in places.items():
-            graded = self.kinds[kind]([prompts[i] for i in chosen], [texts[i] for i in chosen])
-            scores |= zip(chosen, graded, strict=True)
-        return [scores[place] for place in range(len(prompts))]
+        waits = [
+            (chosen, self.kinds[kind].begin([prompts[i] for i in chosen], [texts[i] for i in chosen]))
+            for kind, chosen in places.items()
+        ]
+
+        def scores() -> list[Score]:
+            found = {place: score for chosen, wait in waits for place, score in zip(chosen, wait(), strict=True)}
+            return [found[place] for place in range(len(prompts))]
+
+        return scores
 
     def _kind(self, prompt: Prompt) -> str:
         kind = prompt.fields.get(self.field)

@@ -1,67 +1,158 @@
-"""Uses a function of the user as a reward: of one prompt and text, or of lists of them."""
+"""Uses a function of the user as a reward. It runs in processes of its own (rewards/worker.py), so what is slow, dead
+or broken there costs a response and not the run. Imports no torch."""
 
-import inspect
+import itertools
 import json
 import math
-from collections.abc import Callable, Sized
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from megatron_rft.responses import Prompt, Score, number
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils import user_code
-from megatron_rft.utils.errors import CodeError, ConfigError
+from megatron_rft.utils.worker_process import CallFailed, ProcessLost, WorkerProcess
 
-OPTION = "reward.function"
-ATTEMPTS = 2
+LIMIT = "reward.timeout_s"
+GRACE_S = 1.0  # an async function's own limit comes first
+
+
+@dataclass(eq=False)
+class Call:
+    """A response to grade. Those of a unit are responses to one problem."""
+
+    unit: int
+    prompt: Prompt
+    text: str
+    score: Future = field(default_factory=Future)
+    lost: bool = False  # with its process, while it was graded
+
+
+class RewardProcess(WorkerProcess):
+    """One process. Whenever it is free it gets all calls that wait, in one message."""
+
+    def __init__(self, options: dict[str, Any], timeout_s: float):
+        super().__init__("megatron_rft.rewards.worker", options, timeout_s, None, "reward", LIMIT)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="user_reward")
+        self.waiting: deque[Call] = deque()
+
+    def add(self, calls: list[Call]) -> None:
+        self.waiting.extend(calls)
+        self.thread.submit(self._grade)
+
+    def _grade(self) -> None:
+        calls = [self.waiting.popleft() for _ in range(len(self.waiting))]
+        batches = [calls]
+        try:
+            while batches:
+                batches += self._ask(batches.pop(0))
+        except BaseException as error:  # who waits for a score ends the run
+            for call in calls:
+                if not call.score.done():
+                    call.score.set_exception(error)
+
+    def _ask(self, calls: list[Call]) -> list[list[Call]]:
+        """Grade calls. Returns those to ask again because the process was lost."""
+        begun: list[Call] = []
+        left = dict(enumerate(calls))
+        try:
+            if calls:
+                self.running()
+                self.send(rows=[(place, call.unit, call.prompt, call.text) for place, call in left.items()])
+            while left:
+                place, score = self.receive(GRACE_S)
+                if score is None:
+                    begun.append(left[place])
+                else:
+                    left.pop(place).score.set_result(Score(**score))
+            return []
+        except CallFailed as error:
+            return self._again([*left.values()], [call for call in begun if not call.score.done()], error)
+
+    def _again(self, left: list[Call], begun: list[Call], error: CallFailed) -> list[list[Call]]:
+        """The calls that had begun are made once more, alone. If they were late alone, or the process is lost again,
+        they have an error."""
+        alone: dict[int, list[Call]] = {}
+        suspects = begun or left
+        several = len({self._key(call) for call in suspects}) > 1
+        for call in suspects:
+            if (several or isinstance(error, ProcessLost)) and not call.lost:
+                call.lost = True
+                alone.setdefault(self._key(call), []).append(call)
+            else:
+                reason = f"{where(self.options['function'], call.prompt, call.text)}: {error}"
+                call.score.set_result(Score(0.0, error=reason))
+        return [*alone.values(), [call for call in left if begun and call not in begun]]
+
+    def _key(self, call: Call) -> int:
+        """Calls of equal keys are one call of the function."""
+        return call.unit if self.about["lists"] else id(call)
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        for call in self.waiting:
+            call.score.cancel()
+        super().close()
 
 
 class UserReward(Reward):
-    """`function(prompt, text)` returns a number or a `Score`; `function(prompts, texts)` a list of them. An exception
-    is an error of the grader, not a reward."""
+    """`function(prompt, text)` returns a number or a `Score`; `function(prompts, texts)` a list of them for the
+    responses to one problem; `signature` has others. An exception is an error of the grader, not a reward.
 
-    def __init__(self, function: str, maximum: float | None = None):
-        self.name, self.function = function, user_code.load(function, OPTION)
+    Raises, when it grades:
+        ConfigError: the function cannot be loaded or called.
+        CodeError: what it returned can never be used.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        maximum: float | None = None,
+        signature: str | None = None,
+        processes: int = 1,
+        timeout_s: float = 60.0,
+        memory_mb: int | None = None,
+        at_once: int | None = None,
+    ):
         self.maximum = math.inf if maximum is None else maximum
-        if any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__))):
-            raise ConfigError(
-                f"{OPTION}: {function} is async, and nothing awaits it. A function of lists (prompts, texts) can call "
-                "asyncio.run itself and wait for all responses at once"
-            )
-        try:
-            signature = inspect.signature(self.function)
-            signature.bind(None, "")
-            self.takes_lists = next(iter(signature.parameters), "") == "prompts"
-        except TypeError as error:
-            raise ConfigError(
-                f"{OPTION}: {function} cannot be called with (prompt, text): {error}. It takes a Prompt and the "
-                "response's text, and gives a number or a Score"
-            ) from None
+        options = {"function": function, "signature": signature, "timeout_s": timeout_s}
+        options |= {"memory_mb": memory_mb, "at_once": at_once}
+        self.members = [RewardProcess(options, timeout_s) for _ in range(processes)]
+        self.units = itertools.count()
 
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        if not self.takes_lists:
-            return [self._score(self._called(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
-        results = self._called(prompts, texts)
-        if isinstance(results, Score) and results.error is not None:
-            return [results] * len(texts)
-        if not isinstance(results, Sized) or len(results) != len(texts):
-            fix = f"return a list of {len(texts)} numbers or Scores, one for each response"
-            raise user_code.broken(self.function, results, fix)
-        return [self._score(result) for result in results]
+    def check(self) -> None:
+        """Start a process, to see that the function is there. Raises ConfigError."""
+        self.members[0].running()
 
-    def _called(self, *arguments: Any) -> Any:
-        """Return the function's result, or a score with what it raised as the error."""
-        for _ in range(ATTEMPTS):
-            try:
-                return self.function(*arguments)
-            except CodeError:
-                raise
-            except Exception as error:
-                failed = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
-        return failed
+    def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
+        calls: list[Call] = []
+        shares: list[list[Call]] = [[] for _ in self.members]
+        pairs = zip(prompts, texts, strict=True)
+        for _, unit in groupby(pairs, key=lambda pair: pair[0].index):
+            number, responses = next(self.units), list(unit)
+            prompt = replace(responses[0][0], token_ids=())
+            made = [Call(number, prompt, text) for _, text in responses]
+            shares[number % len(self.members)] += made
+            calls += made
+        for member, share in zip(self.members, shares, strict=True):
+            if share:
+                member.add(share)
+        return lambda: [call.score.result() for call in calls]
 
-    def _score(self, result: Any) -> Score:
-        return Score(**checked_score(result, self.function))
+    def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
+        return self.begin(prompts, texts)()
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+def where(function: str, prompt: Prompt, text: str) -> str:
+    """For messages about a response."""
+    return f"{function}: problem {prompt.index}, response {text[:80]!r}"
 
 
 def checked_score(result: Any, function: Callable[..., Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -215,15 +215,15 @@ class Sampler:
         return replace(part, rollouts=rollouts, siblings_differ=differing)
 
     def _graded(self, step: int, requests: list[Request], generate: Generate) -> RoundResult:
-        """Generate, score and refine this rank's requests. One thread scores groups while later ones are generated;
-        another refines scored groups."""
+        """Generate, score and refine this rank's requests. One thread begins to grade groups while later ones are
+        generated; another waits for the scores, since some graders work elsewhere; a third refines scored groups."""
         start, prompts = time.perf_counter(), {request.id: request.problem for request in requests}
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
+        with ThreadPoolExecutor(1, "reward") as scoring, ThreadPoolExecutor(1, "scores") as waiting:
             refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
-            jobs = [
-                scoring.submit(self._score, prompts[group.id], group, refining)
-                for group in generate(requests, self.sampling)
-            ]
+            jobs = []
+            for group in generate(requests, self.sampling):
+                begun = scoring.submit(self._begin, prompts[group.id], group)
+                jobs.append(waiting.submit(self._score, begun, prompts[group.id], group, refining))
             seconds = time.perf_counter() - start
             with self.phases("reward"):  # the grading that remains when generation has ended
                 scored = [job.result() for job in jobs]
@@ -246,18 +246,24 @@ class Sampler:
         rank, world = self.driver
         return [] if rank is None else sorted(requests, key=lambda request: len(request.prompt_ids))[rank::world]
 
-    def _score(self, prompt: Prompt, group: Group, refining: Refining | None) -> tuple[list[ScoredResponse], float]:
-        start = time.perf_counter()
-        given, decode = (
-            [each.joined() for each in group.responses],
-            partial(self.tokenizer.decode, skip_special_tokens=True),
-        )
+    def _begin(self, prompt: Prompt, group: Group) -> tuple[list[Response], list[str], Callable[[], list[Score]]]:
+        """Start to grade a group. Returns its responses and their texts, and a function that waits for the scores."""
+        given = [each.joined() for each in group.responses]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         answers = [decode(list(response.last_turn)) for response in given]
-        scores = scored(self.reward, [prompt] * len(given), answers, given)
-        rollouts = []
-        for sample, (response, answer, score) in enumerate(zip(given, answers, scores, strict=True)):
-            text = decode(list(response.token_ids)) if len(response.turns) > 1 else answer
-            rollouts.append(ScoredResponse(group.id, sample, prompt, replace(response, score=None), text, score))
+        pairs = zip(given, answers, strict=True)
+        texts = [decode(list(each.token_ids)) if len(each.turns) > 1 else answer for each, answer in pairs]
+        return given, texts, scored(self.reward, [prompt] * len(given), answers, given)
+
+    def _score(
+        self, begun: Future, prompt: Prompt, group: Group, refining: Refining | None
+    ) -> tuple[list[ScoredResponse], float]:
+        start = time.perf_counter()
+        given, texts, wait = begun.result()
+        rollouts = [
+            ScoredResponse(group.id, sample, prompt, replace(response, score=None), text, score)
+            for sample, (response, text, score) in enumerate(zip(given, texts, wait(), strict=True))
+        ]
         if self.contexts:
             rollouts = self.contexts(rollouts)
         if refining:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import random
 import sys
 import sysconfig
 import traceback
@@ -36,6 +37,13 @@ def load(named: str, option: str) -> Any:
         hint = did_you_mean(name, (known for known in vars(imported) if not known.startswith("_")))
         raise ConfigError(f"{option}: {module} has no {name}.{hint}")
     return getattr(imported, name)
+
+
+def seed_generators(seed: str) -> None:
+    """Seed the global generators before a call of the user's code: the order of calls depends on timing."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(random.getrandbits(32))
 
 
 def place(error: BaseException) -> str:

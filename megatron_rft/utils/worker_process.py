@@ -1,8 +1,8 @@
 """Runs a user's code in processes of its own: what is slow, dead or broken there costs an answer and not the run.
 
-`WorkerProcess` is the run's side, `serve` the process's. Messages are JSON. A message is answered by {"value": ...},
-{"error": text} if the code has failed this once, or {"broken": text} if it cannot be right. The first message out is an
-answer too: whether the code is there.
+`WorkerProcess` is the run's side, `serve` the process's. Messages are pickled, so that a row's fields are as they were
+loaded. Answers are JSON: {"value": ...}, {"error": text} if the code has failed this once, or {"broken": text} if it
+cannot be right. The first one says whether the code is there.
 """
 
 import json
@@ -34,13 +34,17 @@ class ProcessLost(CallFailed):
 class WorkerProcess:
     """One process of `python -m module`, started when it is needed and replaced when it is lost.
 
-    `section`: the recipe's, for messages. `limit`: its option that `timeout_s` is.
+    `section`: the recipe's, for messages. `limit`: its option that `timeout_s` is. `log`: of its output; None: the
+    run's. `about`: what the process says of its code when it starts.
     """
 
-    def __init__(self, module: str, options: dict[str, Any], timeout_s: float, log: Path, section: str, limit: str):
+    def __init__(
+        self, module: str, options: dict[str, Any], timeout_s: float, log: Path | None, section: str, limit: str
+    ):
         self.module, self.options, self.timeout_s, self.log = module, options, timeout_s, log
         self.section, self.limit = section, limit
         self.process: subprocess.Popen | None = None
+        self.about: Any = None
 
     def running(self) -> subprocess.Popen:
         """The process, started if there is none. Raises ConfigError if its code cannot be used."""
@@ -54,10 +58,11 @@ class WorkerProcess:
                 command, reap=True, log=self.log, env=environment, pass_fds=(theirs.fileno(),)
             )
         try:
-            self.receive(START_TIMEOUT_S, f"when its process started: {self.log}")
+            self.about = self._receive(START_TIMEOUT_S, f"when its process started{self.log and f': {self.log}'}")
         except CallFailed as error:
             self.close()
-            raise ConfigError(f"{self.section}: {error}") from None
+            place = "" if str(error).startswith(self.section) else f"{self.section}: "
+            raise ConfigError(f"{place}{error}") from None
         return process
 
     def answer(self, **message: Any) -> Any:
@@ -67,17 +72,19 @@ class WorkerProcess:
 
     def send(self, **message: Any) -> None:
         try:
-            self.connection.send_bytes(json.dumps(message, default=str).encode())
+            self.connection.send(message)
         except OSError:
             raise ProcessLost(self._lost()) from None
 
-    def receive(self, timeout_s: float | None = None, limit: str | None = None) -> Any:
+    def receive(self, grace_s: float = 0.0) -> Any:
         """The next answer. Raises CallFailed; CodeError if the code cannot be right."""
-        timeout_s = timeout_s or self.timeout_s
+        return self._receive(self.timeout_s, self.limit, grace_s)
+
+    def _receive(self, timeout_s: float, limit: str, grace_s: float = 0.0) -> Any:
         try:
-            if not self.connection.poll(timeout_s):
+            if not self.connection.poll(timeout_s + grace_s):
                 self.close()
-                raise CallFailed(f"gave no answer within {timeout_s:g} s ({limit or self.limit})")
+                raise CallFailed(late(timeout_s, limit))
             answer = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             raise ProcessLost(self._lost()) from None
@@ -94,7 +101,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         self.close()
-        return f"its process {how}; its output is in {self.log}"
+        return f"its process {how}" + (f"; its output is in {self.log}" if self.log else "")
 
     def close(self) -> None:
         """Kill the process, with all that it started."""
@@ -104,25 +111,29 @@ class WorkerProcess:
         self.process = None
 
 
-def serve(make: Callable[..., Callable[..., None]]) -> None:
+def serve(make: Callable[..., tuple[Callable[..., None], Any]]) -> None:
     """The main program of such a process. `make(**options)` returns the function that is called with each message, and
-    first with a function that sends an answer."""
+    first with a function that sends an answer; and what the run should know of it."""
     connection, options = Connection(int(sys.argv[1])), json.loads(sys.argv[2])
 
     def send(answer: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(answer).encode())
 
     try:
-        handle = make(**options)
+        handle, about = make(**options)
     except BaseException as error:
         return send({"error": str(error)} if isinstance(error, UserError) else failure(error))
-    send({"value": None})
+    send({"value": about})
     while True:
         try:
-            message = connection.recv_bytes()
+            message = connection.recv()
         except (EOFError, OSError):
             return  # the run has ended, or the code has closed its files
-        handle(send, **json.loads(message))
+        handle(send, **message)
+
+
+def late(timeout_s: float, limit: str) -> str:
+    return f"gave no answer within {timeout_s:g} s ({limit})"
 
 
 def failure(error: BaseException) -> dict[str, Any]:

@@ -111,3 +111,36 @@ def test_an_evaluation_says_how_many_answers_could_not_be_judged(tmp_path, capfd
         (tmp_path / "skipped").write_text(skipped)
         assert main(["evaluate", str(recipe), "--out", str(tmp_path / skipped)]) == status
         assert re.search(note.replace("4 of", f"{4 * len(skipped)} of"), "".join(capfd.readouterr()))
+
+
+REWARDS = """
+import signal, sys
+from megatron_rft.responses import Score
+
+def exits(prompt, text):
+    sys.exit()
+
+def words(prompt, text):
+    return Score("1.0")
+
+def alarms(prompt, text):
+    signal.alarm(20)
+    signal.alarm(0)
+    return prompt.answer in text
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [
+        ("exits", 3, r"error: step 1: the grader failed on 32 of 32 responses .*: SystemExit:  \(rewards.py, line 6\)"),
+        ("words", 2, r"error: .*rewards.py:words: problem \d+, response '.*': Score: '1.0' is no number"),
+        ("alarms", 0, "model in Hugging Face format"),
+    ],
+)
+def test_rewards(tmp_path, name, status, message):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    reward = {"kind": "own", "function": f"{tmp_path}/rewards.py:{name}"}
+    recipe = write_recipe(tmp_path, reward=reward, run={"steps": 1, "seed": 3}, data={"test": None})
+    ended, output = train(recipe)
+    assert ended == status and re.search(message, output) and "Traceback" not in output, output

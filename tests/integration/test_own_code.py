@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from megatron_rft.commands import main
-from tests.integration.tiny import ROOT, metrics, train, write_recipe
+from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
 from tests.unit.test_docs import files_of
 
 
@@ -63,6 +63,37 @@ def test_its_report(recipe, folder, capsys):
     assert main.main(["report", str(folder / "run")]) == 0
     page = (folder / "run/report/report.html").read_text()
     assert "<h2>run</h2>" in page and "gentle.py:Gentle" in page and "off by" in page
+
+
+JUDGE = """
+import asyncio, os, random
+
+def draws(prompt, text):
+    return random.random() * (prompt.answer in text)
+
+async def asks(prompt, text):
+    await asyncio.sleep(0.01)
+    return float(prompt.answer in text)
+"""
+
+
+@pytest.mark.parametrize("name", ["draws", "asks"])
+def test_kill_9_and_resume_with_an_own_reward(tmp_path, name):
+    digests = []
+    (tmp_path / "judge.py").write_text(JUDGE)
+    for folder in ("whole", "killed"):
+        run = {"steps": 4, "seed": 3, "output_dir": str(tmp_path / folder)}
+        reward = {"kind": "own", "function": f"{tmp_path}/judge.py:{name}", "processes": 2}
+        recipe = write_recipe(tmp_path, run=run, reward=reward, data={"test": None})
+        if folder == "killed":
+            lines, process = tmp_path / folder / "metrics.jsonl", start(recipe)
+            assert wait_until(lambda lines=lines: lines.is_file() and len(metrics(lines.parent)) >= 3, process)
+            kill(process)
+            process.wait()
+        status, output = train(recipe)
+        assert status == 0, output[-3000:]
+        digests.append((tmp_path / folder / "export/model.safetensors").read_bytes())
+    assert digests[0] == digests[1]
 
 
 def test_errors_in_user_code_are_reported_before_anything_starts(recipe, folder, tmp_path):

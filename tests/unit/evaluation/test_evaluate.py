@@ -14,6 +14,7 @@ from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import GradedSampler, evaluate, table, write
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.utils.errors import RunFailed
 
@@ -158,7 +159,7 @@ def test_request_seeds_are_stable():
     assert len({request_seed(s, p, i) for s in (0, 1) for p in ("test", "train") for i in range(50)}) == 200
 
 
-class Tiers:
+class Tiers(Reward):
     """Partial rewards, with a separate verdict whether the answer is correct."""
 
     def __call__(self, prompts, texts):

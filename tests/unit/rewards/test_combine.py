@@ -2,6 +2,7 @@ import pytest
 
 from megatron_rft.config.rewards import SECTIONS, RewardOptions
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.combine import SumReward, Term
 from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import DataError
@@ -36,7 +37,7 @@ def test_a_weighted_sum_keeps_shaping_apart():
     reward.close()
 
 
-class Fixed:
+class Fixed(Reward):
     """A verifier with a given score."""
 
     maximum = 4.0

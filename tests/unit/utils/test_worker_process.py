@@ -13,7 +13,7 @@ from megatron_rft.utils.worker_process import failure, serve
 def make(fails):
     if fails:
         sys.exit("no model here")
-    return handle
+    return handle, "here"
 
 def handle(send, what):
     try:
@@ -56,7 +56,7 @@ def process(tmp_path, monkeypatch):
 def test_values_and_failures(process):
     one = process()
     what, pid = one.answer(what="hello")
-    assert what == "hello"
+    assert (what, one.about) == ("hello", "here")
     with pytest.raises(CallFailed, match=r"LookupError: half \\ud800 \(answering.py, line 15\)"):
         one.answer(what="raises")
     with pytest.raises(CallFailed, match=r"SystemExit: 4 \(answering.py, line 17\)"):
