@@ -1,14 +1,17 @@
 """Loads a recipe from files and overrides, and writes it back to a file.
 
     base: common.yaml            another recipe (relative to this file), or a list in which later ones override;
-                                 mappings merge, null removes a key
+                                 mappings merge, null removes a key; options of an algorithm or a kind go
+                                 if a stronger layer chooses one that lacks them
     rollout: {group_size: 16}
 
 Overrides such as `rollout.group_size=8` or `pipo=null` are applied last. Their values are YAML.
 """
 
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
 from functools import reduce
 from operator import getitem
@@ -66,7 +69,28 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     merged: dict = {}
     for _, layer in layers:
         merged = _merge(merged, layer)
-    return _validated(merged, layers)
+    return _validated(_without_lost(merged, layers), layers)
+
+
+def _without_lost(merged: dict, layers: Layers) -> dict:
+    """`merged` without options that an algorithm or kind lacks which a stronger layer has chosen. Says so in a line."""
+    try:
+        validate(merged)
+    except ValidationError as error:
+        lost: dict[str, list[str]] = {}
+        unknown = [each["loc"] for each in error.errors(include_url=False) if each["type"] == "extra_forbidden"]
+        for labelled in (tuple(map(str, place)) for place in unknown):
+            *section, option = (part for part in labelled if not part.startswith(LABEL))
+            choices = Choices.at(labelled, WHOLE)
+            tag = "name" if choices.what == "algorithm" else choices.what
+            chosen, given = (_layer((*section, each), layers) for each in (tag, option))
+            if choices.having(option) and given < chosen and layers[given][0] != layers[chosen][0]:
+                reduce(getitem, section, merged).pop(option)
+                why = f"{choices.what} {choices.chosen} of {layers[chosen][0]} lacks"
+                lost.setdefault(why, []).append(f"{'.'.join(section)}.{option} of {layers[given][0]}")
+        for why, options in lost.items() if "RANK" not in os.environ else ():
+            print(f"left out, as {why} them: {', '.join(options)}", file=sys.stderr)
+    return merged
 
 
 def load_saved(path: Path) -> Recipe:
@@ -211,12 +235,19 @@ def options_named(name: str) -> list[str]:
 
 def _origin(place: Place, layers: Layers) -> str:
     """The strongest layer that sets this option, else the recipe itself."""
-    for name, layer in reversed(layers):
-        value: Any = layer
+    if (number := _layer(place, layers)) >= 0:
+        return layers[number][0]
+    return next(name for name, _ in reversed(layers) if name != COMMAND_LINE)
+
+
+def _layer(place: Place, layers: Layers) -> int:
+    """The number of the strongest layer that sets this option; -1 if none does."""
+    for number in reversed(range(len(layers))):
+        value: Any = layers[number][1]
         for part in place:
             if isinstance(value, list):
                 break
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            return name
-    return next(name for name, _ in reversed(layers) if name != COMMAND_LINE)
+            return number
+    return -1

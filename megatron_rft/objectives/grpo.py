@@ -25,4 +25,4 @@ class RLOO(GroupRelative):
     """A response's baseline is the mean reward of the others; the KL is in the reward (arXiv:2402.14740)."""
 
     options: section.RLOO
-    relative = staticmethod(leave_one_out)
+    relative = centred = staticmethod(leave_one_out)

@@ -2,8 +2,11 @@
 
     loss = surrogate + kl_coefficient KL(pi || ref) - entropy_coefficient H(pi), with the same aggregation
 
-The KL may be subtracted from the reward instead: from each token's reward in methods that credit tokens, its sum from
-the response's reward in methods that compare responses. It is then the KL before the step, without a gradient.
+The KL may be a penalty on the reward instead, the KL before the step, without a gradient: on each token's reward in
+methods that credit tokens, its sum on the response's in methods that compare responses. Some divide the reward by its
+deviation in the group, but not the penalty: A_i = (R_i - mean) / std - (P_i - mean of P). Divided, a coefficient c
+would weigh c / std, without a bound where the rewards are equal. So c means what it means in the loss, and does not
+depend on the reward's scale.
 """
 
 from abc import abstractmethod
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
-from megatron_rft.objectives.advantages import group_normalised, to_tokens
+from megatron_rft.objectives.advantages import group_centred, group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Loss,
     Outputs,
@@ -78,8 +81,12 @@ class PolicyGradient(PolicyObjective):
         return self.options.kl_coefficient * estimate
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[B] shaped rewards of whole responses, less penalties; batch.sequences["rewards"] stays the verifier's."""
-        return batch.shaped_rewards - sequence_sums(self.token_penalty(batch), batch)
+        """[B] shaped rewards of whole responses; batch.sequences["rewards"] stays the verifier's."""
+        return batch.shaped_rewards
+
+    def penalties(self, batch: Batch) -> Tensor:
+        """[B] sums of `token_penalty`."""
+        return sequence_sums(self.token_penalty(batch), batch)
 
     # ---- the loss
 
@@ -168,11 +175,13 @@ class GroupRelative(PolicyGradient):
     def relative(rewards: Tensor, group: Tensor) -> Tensor:
         """[B] advantages of responses within their groups."""
 
+    centred = staticmethod(group_centred)  # the same without division by a deviation, for penalties
+
     def advantages(self, batch: Batch) -> Tensor:
-        return to_tokens(self._kept_relative(batch), batch)
+        credit = self.relative(self.rewards(batch), batch.groups) - self.centred(self.penalties(batch), batch.groups)
+        return to_tokens(torch.where(self.keep(batch), credit, 0.0), batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
-        return to_tokens(group_normalised(self._kept_relative(batch), batch.groups), batch)
-
-    def _kept_relative(self, batch: Batch) -> Tensor:
-        return torch.where(self.keep(batch), self.relative(self.rewards(batch), batch.groups), 0.0)
+        """Of the reward alone: normalised, penalties would weigh as much where rewards are equal."""
+        credit = torch.where(self.keep(batch), self.relative(self.rewards(batch), batch.groups), 0.0)
+        return to_tokens(group_normalised(credit, batch.groups), batch)

@@ -32,4 +32,5 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     options: section.ReinforcePlusPlusBaseline
 
     def advantages(self, batch: Batch) -> Tensor:
-        return whiten(to_tokens(group_centred(self.rewards(batch), batch.groups), batch), batch.response_mask)
+        credit = group_centred(self.rewards(batch) - self.penalties(batch), batch.groups)
+        return whiten(to_tokens(credit, batch), batch.response_mask)

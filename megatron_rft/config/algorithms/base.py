@@ -100,7 +100,8 @@ class PolicyGradient(Aggregating):
     """k1, k2, k3: estimates from the sampled tokens. exact: a sum over the vocabulary, from both models' hidden
     states."""
     kl_in: KLPlace = "loss"
-    """loss: a term of the loss. reward: a penalty on the reward from which advantages are computed."""
+    """loss: a term of the loss. reward: a penalty on the reward; of methods that divide the reward by its deviation in
+    the group, on the divided one."""
     entropy_coefficient: NonNegative = 0.0
     importance: Literal["none", "truncated", "masked"] = "none"
     """Importance weights pi_trainer / pi_engine, which correct for the train-inference mismatch and for older weights

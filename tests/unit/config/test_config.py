@@ -451,3 +451,26 @@ def test_what_earlier_versions_wrote_into_a_run_is_read(recipe, tmp_path):
     (tmp_path / "saved.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match=r"saved.yaml: constraint.etta: there is no such option. Did you mean 'eta'"):
         config.load_saved(tmp_path / "saved.yaml")
+
+
+BASE = "algorithm: {name: grpo, kl_coefficient: 0.01, epochs: 1}\nreward: {kind: math, answer: boxed}\n"
+
+
+def test_options_of_a_base_go_with_its_algorithm(recipe, tmp_path, capsys):
+    """Those that the chosen algorithm or kind has stay. What the same layer gives is refused."""
+    (tmp_path / "base.yaml").write_text(BASE)
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: [{recipe}, base.yaml]\n")
+    assert load(path).algorithm.kl_coefficient == 0.01
+    capsys.readouterr()
+    loaded = load(path, ["algorithm={name: sdpo}", "reward.kind=choice"])
+    assert (loaded.algorithm.name, loaded.reward.kind) == ("sdpo", "choice")
+    lines = sorted(capsys.readouterr().err.splitlines())
+    where = f"of {tmp_path}/base.yaml"
+    assert f"left out, as algorithm sdpo of the command line lacks them: algorithm.kl_coefficient {where}" in lines[0]
+    assert lines[1] == f"left out, as kind choice of the command line lacks them: reward.answer {where}"
+    with pytest.raises(ConfigError, match="algorithm.kl_coefficient: does nothing with algorithm sdpo"):
+        load(path, ["algorithm={name: sdpo}", "algorithm.kl_coefficient=0.1"])
+    with pytest.raises(ConfigError, match="algorithm.kl_coefficent"):
+        (tmp_path / "base.yaml").write_text(BASE.replace("kl_coefficient", "kl_coefficent"))
+        load(path, ["algorithm={name: sdpo}"])

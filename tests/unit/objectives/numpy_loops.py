@@ -43,8 +43,8 @@ def own(sequence: dict) -> list[int]:
 
 
 def shaped(sequence: dict, o: dict) -> float:
-    """The reward of a whole response less the KL and the length penalty."""
-    reward = sequence["reward"] - sum(penalty(sequence, t, o) for t in own(sequence))
+    """The reward of a whole response less the length penalty."""
+    reward = sequence["reward"]
     if o.get("overlong_buffer"):
         start = o["max_response_tokens"] - o["overlong_buffer"]
         length = len(sequence["mask"])
@@ -59,17 +59,19 @@ def advantages(batch: list[dict], name: str, o: dict) -> list[list[float]]:
         return whitened(batch, [token_credit(s, o, name) for s in batch], o.get("whiten_advantages", True))
     per_sequence = {}
     for members in groups_of(batch).values():
-        rewards = [shaped(s, o) for s in members]
-        mean = sum(rewards) / len(rewards)
-        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
-        for s, reward in zip(members, rewards, strict=True):
-            others = [r for other, r in zip(members, rewards, strict=True) if other is not s]
+        pure = [shaped(s, o) for s in members]
+        costs = [sum(penalty(s, t, o) for t in own(s)) for s in members]
+        mean = sum(pure) / len(pure)
+        std = math.sqrt(sum((r - mean) ** 2 for r in pure) / len(pure))
+        for i, s in enumerate(members):
+            rest = [pure[j] - costs[j] for j in range(len(members)) if j != i]
+            cost = costs[i] - sum(costs) / len(costs)
             if name == "rloo":
-                value = reward - sum(others) / len(others) if others else 0.0
+                value = pure[i] - costs[i] - sum(rest) / len(rest) if rest else 0.0
             elif name in ("dr_grpo", "reinforce_plus_plus_baseline"):
-                value = reward - mean
-            else:
-                value = (reward - mean) / std if max(rewards) > min(rewards) else 0.0
+                value = pure[i] - mean - cost
+            else:  # the penalty is not divided by the deviation
+                value = ((pure[i] - mean) / std if max(pure) > min(pure) else 0.0) - cost
             if o.get("filter_groups") and len({other["reward"] for other in members}) == 1:
                 value = 0.0  # of DAPO's equal groups penalties and shaping are all that differs
             per_sequence[id(s)] = value

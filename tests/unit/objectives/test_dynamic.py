@@ -222,7 +222,9 @@ def test_in_the_reward_of_a_group_it_is_the_sum(batch):
     batch = batch.with_tokens(refined_logprobs=refined)
     for how, first, third in (("sum", -1.5, -2.0), ("mean", -0.75, -0.5)):
         found = dynamic(made("grpo", kl_coefficient=0), 0.5, mode="reward", tokens=how)._penalised(batch)
-        assert made("grpo", kl_coefficient=0).rewards(found)[:3].tolist() == pytest.approx([first, 1.0, third])
+        base = made("grpo", kl_coefficient=0)
+        penalised = base.rewards(found) - base.penalties(found)
+        assert penalised[:3].tolist() == pytest.approx([first, 1.0, third])
         assert found.sequences["rewards"].tolist() == REWARDS
 
 

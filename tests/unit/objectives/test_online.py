@@ -283,3 +283,20 @@ def test_pipo_options_change_the_verification():
         {"optimizer_state": "own"},
     ):
         assert verification(**options) != default, options
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo", "dr_grpo", "rloo"])
+def test_a_kl_in_the_reward_keeps_its_coefficient(name, make_batch):
+    """It is not divided by the deviation of the rewards: neither equal rewards nor their scale change its weight."""
+    logprobs = {"old_logprobs": [-1.0, -2, -1, -1], "ref_logprobs": [-1.5, -1, -2, -1], "rollout_logprobs": [-1.0] * 4}
+    equal, unequal = [make_batch([1] * 4, [0] * 4, [reward, 0, 0, 0], **logprobs) for reward in (0.0, 2.0)]
+    options = {"kl_in": "reward", "kl_estimator": "k1"} | ({"filter_groups": False} if name == "dapo" else {})
+    own = 4 / 3 if name == "rloo" else 1.0  # the mean of the others is the baseline
+    centred = torch.tensor([0.5, -1, 1, 0]) - 0.125
+    for coefficient in (1e-3, 1e-1):
+        objective = made(name, kl_coefficient=coefficient, **options)
+        penalty = own * coefficient * centred
+        assert torch.allclose(objective.advantages(equal), -penalty, atol=1e-8)
+        alone = made(name, kl_coefficient=0.0, **({"filter_groups": False} if name == "dapo" else {}))
+        assert torch.allclose(objective.advantages(unequal), alone.advantages(unequal) - penalty, atol=1e-6)
+        assert not objective.improvement_attributions(equal).any(), "PIPO verifies the reward alone"
