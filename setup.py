@@ -54,6 +54,7 @@ setup(
             "gymnasium>=1.2",  # examples/agents/frozen_lake.py
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
+        "agents": ["aiohttp>=3.14"],  # environment.kind=program
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import Recipe
-from megatron_rft.config.environment import AnyEnvironment
+from megatron_rft.config.environment import AnyEnvironment, Program
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
 from megatron_rft.environments.schemas import schemas
+from megatron_rft.environments.template import Template
 from megatron_rft.records import Prompt
 from megatron_rft.training import build
 from megatron_rft.training.problems import Problems
@@ -45,6 +46,11 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     problems = Problems(recipe.data, options).prompts("train", tokenizer).prompts[: args.episodes]
     turns = recorded(args.turns) if args.turns else [invented(options, problem) for problem in problems]
     folder = tempfile.mkdtemp(prefix="megatron-rft-check-")  # not run.output_dir, which a run wants for itself
+    if isinstance(options, Program):
+        stops = build.stop_token_ids(recipe.rollout.stop, tokenizer)
+        template = Template(tokenizer, stops, recipe.data.chat_template_kwargs)
+        longest, episodes = recipe.rollout.max_response_tokens, list(zip(problems, turns, strict=False))
+        return check_programs(options, template, episodes, longest, Path(folder))
     plays = []
     for _ in range(2):
         processes = EnvironmentProcesses(
@@ -63,6 +69,31 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         raise RunFailed("\n".join(faults))
     shutil.rmtree(folder)  # else its messages name the log
     print("the second time it said the same", flush=True)
+    return FINISHED
+
+
+def check_programs(
+    options: Program, template: Template, episodes: list[tuple[Prompt, list[str]]], longest: int, folder: Path
+) -> int:
+    """The same for programs, which run one after the other."""
+    from megatron_rft.environments.programs import scripted  # needs aiohttp
+
+    plays = [scripted(options, template, episodes, longest, folder / "log") for _ in range(2)]
+    faults = []
+    for (problem, _), one, other in zip(episodes, *plays, strict=True):
+        error = (one.score and one.score.error) or (other.score and other.score.error)
+        if error or one != other:
+            faults.append(error or f"problem {problem.index}: the program asked otherwise the second time")
+    turns = sum(len(part.turns) for each in plays[0] for part in (*each.segments, each))
+    segments = sum(1 + len(each.segments) for each in plays[0])
+    print(f"{options.name}: {len(episodes)} episodes, {turns} turns in {segments} segments", flush=True)
+    for each in plays[0]:
+        if each.score and not each.score.error:
+            print(f"score {each.score.reward:g} {each.score.reason}".rstrip(), flush=True)
+    if faults:
+        raise RunFailed("\n".join(faults))
+    shutil.rmtree(folder)
+    print("the second time it was the same", flush=True)
     return FINISHED
 
 

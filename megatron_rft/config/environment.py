@@ -10,7 +10,8 @@ from megatron_rft.config.sections import Count, Positive, Section
 
 class Base(Section):
     kind: str
-    """own: your class. tools: your functions. python: a sandbox for the policy's programs."""
+    """own: your class. tools: your functions. python: a sandbox for the policy's programs. program: your program, which
+    talks to a chat endpoint."""
     max_turns: Count = 8
     """Turns of the policy in an episode."""
     turn_tokens: Count | None = None
@@ -89,5 +90,30 @@ class Python(Base, kind="python"):
             )
 
 
-AnyEnvironment = Own | Tools | Python
-ENVIRONMENTS = {"own": Own, "tools": Tools, "python": Python}  # by `environment.kind`
+class Program(Base, kind="program", without=("turn_timeout_s",)):
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments. A path to a file is relative to the working directory."""
+    episode_timeout_s: Positive = 600.0
+    """Seconds of an episode: start, run and grading, without the time in which it waits for the policy. A later one is
+    dropped."""
+    max_segments: Count = 16
+    """Sequences of an episode. A request that continues no known messages begins one."""
+    score: str | None = None
+    """my_file.py:function or my_module:function, `grade(row, folder, status, conversation)` -> a `Score` or a number
+    (docs/agents.md). None: the recipe's reward judges the last answer."""
+    programs: Count = 256
+    """The most programs of an engine that run at the same time."""
+    host: str = "127.0.0.1"
+    """The address of this machine at which the endpoint listens. Any other one opens it to other machines."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.command)
+
+    @property
+    def code(self) -> list[str]:
+        return [self.score] if self.score else []
+
+
+AnyEnvironment = Own | Tools | Python | Program
+ENVIRONMENTS = {"own": Own, "tools": Tools, "python": Python, "program": Program}  # by `environment.kind`

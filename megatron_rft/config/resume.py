@@ -15,6 +15,7 @@ FREE = (
     "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers", "rollout.max_batch_sequences",
     "rollout.reserve_gib",
     "reward.workers", "reward.timeout_s", "environment.processes", "environment.turn_timeout_s",
+    "environment.episode_timeout_s", "environment.programs", "environment.host",
 )
 # fmt: on
 

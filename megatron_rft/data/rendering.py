@@ -87,7 +87,7 @@ class Question(NamedTuple):
         if tools and re.search(r"\btools\b", template):
             variables["tools"] = tools
         elif tools:
-            messages = _described(messages, tools)
+            messages = described(messages, tools)
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug
@@ -97,7 +97,7 @@ class Question(NamedTuple):
             ) from None
 
 
-def _described(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
+def described(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """A conversation for a chat template that does not know tools: the system's message describes them."""
     before = [message["content"] for message in messages[:1] if message["role"] == "system"]
     described = "\n\n".join([*before, TOOLS.format("\n".join(map(json.dumps, tools)))])

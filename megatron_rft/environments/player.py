@@ -9,7 +9,9 @@ a response depends neither on timing nor on the time that an environment takes. 
 their wave is generated. Where timing decides anyway (rollout.staleness above 1), each episode goes on by itself.
 """
 
+import hashlib
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -53,6 +55,16 @@ class Episode:
         """The number of tokens that it may still have. The environment's first messages count."""
         given, prompt = len(self.request.prompt_ids), len(self.response.prompt_ids or self.request.prompt_ids)
         return self.longest - len(self.response.token_ids) - (prompt - given)
+
+    @property
+    def seed(self) -> int:
+        """Of the next turn."""
+        return turn_seed(self.request, self.sample, self.tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether its next turn continues one."""
+        return bool(self.response.turns)
 
     def set(self, **fields: Any) -> None:
         self.response = replace(self.response, **fields)
@@ -137,31 +149,42 @@ class Episodes(Engine):
         kept: asked again, they go on after their last turn."""
         groups = [
             self.stuck.pop(request.seed, None)
-            or [Episode(request, i, self.processes.new(), sampling.max_tokens) for i in range(request.n)]
+            or [self._episode(request, i, sampling.max_tokens) for i in range(request.n)]
             for request in requests
         ]
-        new = [each for group in groups for each in group if not each.environment.calls and not each.ended]
-        self._wait(engine, [each.environment.submit(self._reset, each) for each in new])
         try:
-            yield from (self._waves if self.at_once is None else self._freely)(engine, groups, sampling)
+            yield from self._played(engine, groups, sampling)
         except EngineLost:
             self.stuck |= {group[0].request.seed: group for group in groups}
             raise
 
-    def _waves(self, engine: Engine, groups: list[list[Episode]], sampling: Sampling) -> Iterator[Group]:
+    def _episode(self, request: Request, sample: int, longest: int) -> Any:
+        return Episode(request, sample, self.processes.new(), longest)
+
+    def _played(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
+        new = [each for group in groups for each in group if not each.environment.calls and not each.ended]
+        self._wait(engine, [each.environment.submit(self._reset, each) for each in new])
+        yield from (self._waves if self.at_once is None else self._freely)(engine, groups, sampling)
+
+    def _waves(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
         yield from ended(groups)
         while engine.agree(bool(wave := self._wave(groups))):
             jobs: list[Future] = []
-            later = any(episode.response.turns for group in groups for episode in group)  # the cache has turns so far
+            later = any(episode.continues for group in groups for episode in group)  # the cache has turns so far
             try:
                 for answer in engine.generate([asked for asked, _ in wave], replace(sampling, continues=later)):
-                    for episode, turn in zip(wave[answer.id][1], answer.responses, strict=True):
-                        jobs.append(episode.environment.submit(self._advance, episode, turn))
+                    for asked, turn in zip(wave[answer.id][1], answer.responses, strict=True):
+                        jobs.append(self._give(asked, turn))
             finally:
                 self._wait(engine, jobs)
             yield from ended(groups)
 
-    def _wave(self, groups: list[list[Episode]]) -> list[tuple[Request, list[Episode]]]:
+    def _give(self, episode: Any, turn: Response) -> Future:
+        """Give a turn to the episode that asked for it. The result is there when the episode asks again, or has
+        ended."""
+        return episode.environment.submit(self._advance, episode, turn)
+
+    def _wave(self, groups: list[list[Any]]) -> list[tuple[Request, list[Any]]]:
         """The requests of the next turn; their ids are their places. The first turn of a group is one request, as
         without an environment, unless the environments' first messages follow the prompt."""
         wave: list[tuple[Request, list[Episode]]] = []
@@ -172,27 +195,26 @@ class Episodes(Engine):
                 wave.append((replace(group[0].request, max_tokens=self.turn_tokens), group))
         return [(replace(request, id=place), episodes) for place, (request, episodes) in enumerate(wave)]
 
-    def _freely(self, engine: Engine, groups: list[list[Episode]], sampling: Sampling) -> Iterator[Group]:
+    def _freely(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
         """Each episode goes on as soon as its environment has answered."""
         sampling = replace(sampling, continues=True)
-
-        def play(episode: Episode) -> None:
-            while not episode.ended:
-                (answer,) = engine.generate([self._request(episode)], sampling)
-                episode.environment.submit(self._advance, episode, answer.responses[0]).result()
-
         threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="episode")
         try:
-            for job in as_completed([threads.submit(play, episode) for group in groups for episode in group]):
+            alone = [threads.submit(self._alone, engine, each, sampling) for group in groups for each in group]
+            for job in as_completed(alone):
                 job.result()
                 yield from ended(groups)
         finally:
             threads.shutdown(cancel_futures=True)
 
+    def _alone(self, engine: Engine, episode: Any, sampling: Sampling) -> None:
+        while not episode.ended:
+            (answer,) = engine.generate([self._request(episode)], sampling)
+            self._give(episode, answer.responses[0]).result()
+
     def _request(self, episode: Episode) -> Request:
-        seed = request_seed(episode.request.seed, episode.sample, "turn", len(episode.response.turns))
         room = episode.room
-        return Request(0, episode.tokens, 1, seed, min(room, self.turn_tokens or room))
+        return Request(0, episode.tokens, 1, episode.seed, min(room, self.turn_tokens or room))
 
     def _wait(self, engine: Engine, jobs: list[Future]) -> None:
         start = time.perf_counter()
@@ -260,7 +282,12 @@ class Episodes(Engine):
             episode.set(finish_reason="abort", score=Score(0.0, error=f"{where}: {error}"))
 
 
-def ended(groups: list[list[Episode]]) -> Iterator[Group]:
+def turn_seed(request: Request, sample: int, prompt: Sequence[int], occurrence: int = 0) -> int:
+    """The seed of a turn of an episode. It depends on its prompt, and on how often the episode has asked for that."""
+    return request_seed(request.seed, sample, "turn", hashlib.blake2b(array("q", prompt)).hexdigest(), occurrence)
+
+
+def ended(groups: list[list[Any]]) -> Iterator[Group]:
     """Yield and remove the groups whose episodes have all ended."""
     done = [group for group in groups if all(episode.ended for episode in group)]
     groups[:] = [group for group in groups if not all(episode.ended for episode in group)]

@@ -9,6 +9,7 @@ token, so its tokens do not depend on the text before it.
 A prompt that was not made by the chat template is followed by the plain text.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+from megatron_rft.data.rendering import as_text, described
 from megatron_rft.environments.base import Message
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError, DataError, first_line
@@ -44,10 +46,29 @@ class Template:
         """The tokens between a turn that ended with the token `last` and the next one. If `last` is another stop token
         than the template's, the template's follows it."""
         with self.lock:
-            if not self.applies(prompt):
-                return self._encoded(self._hidden(plain(said)))
-            ids = self._after(self._hidden(messages(said)))
-            return ids[1:] if ids[0] == last else ids
+            return self._between(said, last, self.applies(prompt))
+
+    def conversation(self, said: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The tokens of a whole conversation up to where the policy writes. A template that knows no tools has their
+        descriptions in the system's message, and calls as text."""
+        with self.lock:
+            said, tools = self._hidden(said), self._hidden(tools)
+            if self.tokenizer.chat_template is None:
+                return plain_text(self.tokenizer).encode([as_text(said)], add_special_tokens=True)[0]
+            if tools and not re.search(r"\btools\b", str(self.tokenizer.chat_template)):
+                said, tools = described(said, tools), None
+            return self._encoded(self._rendered(said, generate=True, tools=tools))
+
+    def between(self, said: list[Message], last: int) -> list[int]:
+        """The tokens between a turn of such a conversation and the next one."""
+        with self.lock:
+            return self._between(said, last, self.tokenizer.chat_template is not None)
+
+    def _between(self, said: str | list[Message], last: int, applies: bool) -> list[int]:
+        if not applies:
+            return self._encoded(self._hidden(plain(said)))
+        ids = self._after(self._hidden(messages(said)))
+        return ids[1:] if ids[0] == last else ids
 
     def opened(self, prompt: Prompt, said: str | list[Message]) -> tuple[int, ...]:
         """The prompt's tokens with messages after the problem."""
@@ -117,10 +138,10 @@ class Template:
             raise DataError(f"{TEMPLATE} shows a message {len(parts) - 1} times, and it must show it once")
         return parts[1]
 
-    def _rendered(self, conversation: list[dict[str, Any]], generate: bool = False) -> str:
+    def _rendered(self, conversation: list[dict[str, Any]], generate: bool = False, **more: Any) -> str:
         apply = self.tokenizer.apply_chat_template
         try:
-            return apply(conversation, tokenize=False, add_generation_prompt=generate, **self.variables)
+            return apply(conversation, tokenize=False, add_generation_prompt=generate, **self.variables, **more)
         except Exception as error:  # a template is a program: it refuses roles by an exception
             roles = ", ".join(each["role"] for each in conversation)
             raise DataError(f"{TEMPLATE} fails on a conversation of {roles} ({first_line(error)})") from None

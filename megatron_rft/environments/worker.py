@@ -23,7 +23,11 @@ from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.worker_process import failure, serve
 
 LONGEST = 1 << 20  # characters of an answer
-MADE_BY = {"tools": "tools:ToolEnvironment", "python": "python:PythonEnvironment"}
+MADE_BY = {
+    "tools": "tools:ToolEnvironment",
+    "python": "python:PythonEnvironment",
+    "program": "grading:ProgramScore",
+}
 CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}
 
 

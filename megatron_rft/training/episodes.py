@@ -4,6 +4,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
+from megatron_rft.config.environment import Program
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.template import Template
@@ -33,15 +34,13 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     log, options = builder.folder.parent / "environment" / f"rank_{rank}", environment.own_options()
     processes = EnvironmentProcesses(options, environment.processes, environment.turn_timeout_s, log)
     outside = isinstance(engine, EnginePool) and all(member.joins for member in engine.members)
-    player = Episodes(
-        engine,
-        processes,
-        template,
-        decode,
-        environment.name,
-        environment.max_turns,
-        environment.turn_tokens,
-        at_once=builder.rollout.max_batch_sequences if outside and builder.rollout.staleness > 1 else None,
-    )
+    parts = (engine, processes, template, decode, environment.name, environment.max_turns, environment.turn_tokens)
+    if isinstance(environment, Program):
+        from megatron_rft.environments.programs import Programs  # needs aiohttp
+
+        player = Programs(*parts, at_once=environment.programs if outside else None, options=environment)
+    else:
+        own_pace = outside and builder.rollout.staleness > 1
+        player = Episodes(*parts, at_once=builder.rollout.max_batch_sequences if own_pace else None)
     stack.callback(player.close)
     return player

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,11 +34,14 @@ FIRST_INTERRUPT = "stopping after this step; Ctrl-C again to kill\n"
 SAME_S = 1.0
 
 
-def start_helper(command: list[str], reap: bool = False, log: Path | None = None, **options: Any) -> subprocess.Popen:
+def start_helper(
+    command: list[str], reap: bool = False, remove: Path | None = None, log: Path | None = None, **options: Any
+) -> subprocess.Popen:
     """Start a helper process of a run, in a session of its own. `reap`: when it ends, or is told to by `end_reaper`,
-    kill all processes that it has started. `log`: the file to which its output is appended. `options`: those of
-    Popen."""
-    whole = [*(REAPER if reap else ENDING), str(os.getpid()), *command]
+    kill all processes that it has started. `remove`: with `reap`, a folder to remove if this process ends before it.
+    `log`: the file to which its output is appended. `options`: those of Popen."""
+    own = ["--remove", str(remove)] if remove else []
+    whole = [*(REAPER if reap else ENDING), str(os.getpid()), *own, *command]
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
     with contextlib.ExitStack() as stack:
         if log is not None:
@@ -50,6 +54,11 @@ def end_reaper(process: subprocess.Popen) -> None:
     """End a helper that was started with `reap`, and all processes that it has started."""
     process.send_signal(END)
     process.wait()
+
+
+def absolute(part: str) -> str:
+    """A part of a command for another working folder: the path of a file is made absolute."""
+    return str(Path(part).absolute()) if Path(part).is_file() else part
 
 
 @contextlib.contextmanager
@@ -86,7 +95,9 @@ class Interrupts:
 
 def reaper(parent: int, command: list[str]) -> int:
     """Run a command, and kill all processes that it started when it ends, on END, and when `parent` ends. Returns the
-    command's status. Removes vLLM's shared memory that these processes used."""
+    command's status. Removes vLLM's shared memory that these processes used. `command` may begin with --remove FOLDER,
+    which is removed if `parent` has ended."""
+    remove, command = (command[1], command[2:]) if command[0] == "--remove" else (None, command)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(END, _leave)
     try:
@@ -108,6 +119,8 @@ def reaper(parent: int, command: list[str]) -> int:
         for path in shared:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        if remove and os.getppid() != parent:
+            shutil.rmtree(remove, ignore_errors=True)
 
 
 def shared_memory(pid: int, pattern: str = SHARED) -> set[str]:
@@ -146,6 +159,19 @@ def children(pid: int) -> list[int]:
     thread, and the list of threads changes."""
     every = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return sorted(each for each in every if parent_of(each) == pid)
+
+
+def activity(reaper: int) -> str | None:
+    """What changes when the command of a reaper computes: context switches of its threads. None: it computes now."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{reaper}/task/{reaper}/children").read_text().split():
+            for task in Path(f"/proc/{child}/task").iterdir():
+                about = (task / "status").read_text(errors="replace")
+                if "\nState:\tR" in about:
+                    return None
+                found.append(about[about.rindex("\nvoluntary") :])
+    return "".join(found)
 
 
 def parent_of(pid: int) -> int:

@@ -139,6 +139,28 @@ def best_of(world: type[number_game.Guess], policies: Iterable[dict[str, str]]) 
     return max(sum(found(policy, number) for number in range(7)) / 7 for policy in policies)
 
 
+def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(tmp_path):
+    """The number game as an environment and as a program, bit for bit."""
+    pytest.importorskip("aiohttp")
+    make_numbers.main(tmp_path)
+    options = [f"data.train={tmp_path}/numbers.jsonl", "data.test=null"]
+    before = [f"model.path={tmp_path}/model", f"run.output_dir={tmp_path}/before", "run.steps=25"]
+    status, output = train(ROOT / "examples/agents/number_game.yaml", *options, *before)
+    assert status == 0, output[-3000:]
+    options += [f"model.path={tmp_path}/before/export", "model.initialise=pretrained", "run.steps=2"]
+    options += ["rollout.prompts_per_step=4", "rollout.group_size=8"]
+    runs = []
+    for name in ("number_game", "number_program"):
+        folder = tmp_path / name
+        status, output = train(ROOT / f"examples/agents/{name}.yaml", *options, f"run.output_dir={folder}")
+        assert status == 0, output[-3000:]
+        lines = [(line["reward/mean"], line["environment/turns_mean"]) for line in metrics(folder)]
+        assert not any(line["environment/errors"] for line in metrics(folder))
+        runs.append((lines, (folder / "export/model.safetensors").read_bytes()))
+    assert runs[0] == runs[1]
+    assert all(reward > 0 and turns > 1 for reward, turns in runs[0][0]), runs[0][0]
+
+
 @pytest.mark.slow
 def test_the_number_game_is_learned_by_reading_the_answers(tmp_path):
     """Two thirds of the example's 120 steps, from random weights. Who does not read them finds three of seven."""

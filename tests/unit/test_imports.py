@@ -23,7 +23,7 @@ ALLOWED = {
     "rewards": BELOW,
     "data": BELOW,
     "inference": BELOW | {"megatron", "conversion"},
-    "environments": BELOW | {"inference", "rewards"},
+    "environments": BELOW | {"inference", "rewards", "data"},
     "rollout": BELOW | {"inference", "rewards"},
     "evaluation": BELOW | {"inference", "rewards", "data"},
     "tracking": BELOW,

@@ -1,0 +1,238 @@
+"""The chat endpoint of a rank's programs: OpenAI's and Anthropic's routes over HTTP, a secret for each episode.
+
+Every route becomes a request of /v1/chat/completions (dialects.py), which opens requests for turns of the episode
+(program.py). An answer is whole before it is sent, also as a stream. One that no client has received is given to the
+next client that asks the same: a retry does not sample again.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from megatron_rft.environments import dialects
+from megatron_rft.environments.dialects import Dialect
+from megatron_rft.environments.program import MODEL, ProgramEpisode, Refused
+from megatron_rft.environments.turns import plain
+
+KEEP_ALIVE_S = 5.0
+LARGEST = 64 << 20  # bytes of a request
+# They change the distribution of the policy, or ask for what the engine does not return. What changes nothing passes.
+REFUSED: dict[str, tuple] = {
+    **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids"), ({}, [])),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(
+        ("functions", "documents", "prediction", "audio", "chat_template", "chat_template_kwargs"), ([], {})
+    ),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "add_generation_prompt"), (False,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+OVERRULED = ("temperature", "top_p", "top_k", "min_p", "seed")  # the recipe's sampling counts
+
+
+@dataclass(eq=False)
+class Job:
+    """The answer to a request, and the clients that wait for it."""
+
+    task: asyncio.Task
+    waiting: list[web.Request] = field(default_factory=list)
+    delivered: bool = False
+    sent: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        return not self.delivered and all(gone(request) for request in self.waiting)
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+class Endpoint:
+    """It serves in a thread of its own."""
+
+    def __init__(self, host: str):
+        self.host, self.episodes, self.told = host, {}, set()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="endpoint", daemon=True)
+        self.thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._serve(), self.loop).result()
+
+    async def _serve(self) -> str:
+        app = web.Application(client_max_size=LARGEST, middlewares=[as_errors])
+        for path, dialect in dialects.DIALECTS.items():
+            app.router.add_post(path, self._handler(dialect))
+        app.router.add_get("/v1/models", self._models)
+        self.runner = web.AppRunner(app, access_log=None)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, self.host, 0, backlog=1024).start()
+        return f"http://{self.host}:{self.runner.addresses[0][1]}"
+
+    def open(self, episode: ProgramEpisode) -> str:
+        """Returns the URL. Other requests than those with the episode's secret do not reach it."""
+        self.episodes[episode.secret] = episode
+        return self.url
+
+    def close_episode(self, episode: ProgramEpisode) -> None:
+        self.episodes.pop(episode.secret, None)
+
+    def watch(self, descriptor: int, call: Callable[[], None]) -> None:
+        def readable() -> None:
+            self.loop.remove_reader(descriptor)
+            os.close(descriptor)
+            call()
+
+        self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, readable)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    # ---- requests
+
+    def _episode(self, request: web.Request) -> ProgramEpisode:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        episode = self.episodes.get(request.headers.get("x-api-key") or bearer)
+        if episode is None:
+            raise Refused(401, "no episode has this key: it is wrong, or the episode has ended", "invalid_api_key")
+        return episode
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._episode(request)
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rft"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    def _handler(self, dialect: Dialect) -> Callable:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            episode, raw = self._episode(request), await request.read()
+            try:
+                body = json.loads(raw)
+                asked = dialect.asked(body)
+                messages = [plain(message) for message in asked["messages"]]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
+            job = self._job(episode, request, raw, asked, messages)
+            job.waiting.append(request)
+            try:
+                return await (self._stream if body.get("stream") else self._whole)(request, job, dialect, body)
+            finally:
+                if job.task.done() and not job.failed and not job.sent:
+                    job.sent = True
+                    episode.sent(len(job.task.result()["choices"]))
+
+        return handle
+
+    def _job(self, episode: ProgramEpisode, request: web.Request, raw: bytes, asked: dict, messages: list) -> Job:
+        """A client says that it tries again, or it asks what another has asked and then left."""
+        named = request.headers.get("idempotency-key")
+        again = bool(named) or request.headers.get("x-stainless-retry-count", "0") != "0"
+        key = named or hashlib.blake2b(raw, digest_size=16).hexdigest()
+        job = episode.jobs.get(key)
+        if job is None or job.failed or not (again or job.abandoned):
+            job = episode.jobs[key] = Job(self.loop.create_task(self._answered(episode, asked, messages)))
+            job.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
+        return job
+
+    async def _answered(self, episode: ProgramEpisode, asked: dict, messages: list) -> dict[str, Any]:
+        """The whole answer, as a chat completion."""
+        self._check(asked)
+        tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        stop = asked.get("stop") or []
+        asks = episode.ask(messages, tools, asked.get("n") or 1, most, [stop] if isinstance(stop, str) else stop)
+        answers = [await asyncio.wrap_future(ask.answer) for ask in asks]
+        spoken, choices = episode.world.spoken, []
+        for message, turn in answers:
+            finish = "tool_calls" if message.get("tool_calls") else turn.sampled.finish_reason
+            scored = None
+            if asked.get("logprobs"):
+                pairs = zip(turn.sampled.token_ids, turn.sampled.logprobs, strict=True)
+                scored = {"content": [logprob(spoken.text(token), value) for token, value in pairs]}
+            choices.append({"index": len(choices), "message": message, "finish_reason": finish, "logprobs": scored})
+        prompt, written = len(asks[0].prompt), sum(len(turn.sampled.token_ids) for _, turn in answers)
+        usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        usage["prompt_tokens_details"] = {"cached_tokens": prompt - len(asks[0].between)}
+        about = {"id": f"chatcmpl-{asks[0].number}", "object": "chat.completion", "created": int(time.time())}
+        return about | {"model": asked.get("model") or MODEL, "choices": choices, "usage": usage}
+
+    def _check(self, asked: dict) -> None:
+        for name, allowed in REFUSED.items():
+            if asked.get(name) is not None and asked[name] not in allowed:
+                why = "the policy is trained on its own distribution, and the engine returns nothing else"
+                raise Refused(400, f"{name} is not supported: {why}")
+        for name in OVERRULED:
+            if asked.get(name) is not None and name not in self.told:
+                self.told.add(name)
+                value = f"{name}={asked[name]!r:.20}"
+                print(f"environment: the program asks for {value}; the recipe's sampling counts", flush=True)
+
+    # ---- answers
+
+    async def _whole(self, request: web.Request, job: Job, dialect: Dialect, body: dict) -> web.StreamResponse:
+        answer = web.json_response(dialect.whole(await asyncio.shield(job.task), body))
+        await answer.prepare(request)
+        await answer.write_eof()
+        job.delivered |= not gone(request)
+        return answer
+
+    async def _stream(self, request: web.Request, job: Job, dialect: Dialect, body: dict) -> web.StreamResponse:
+        """Until the answer is there, comments keep the connection. An error has its status while there is one to
+        send."""
+        done, _ = await asyncio.wait([job.task], timeout=KEEP_ALIVE_S)
+        if done:
+            job.task.result()
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await answer.prepare(request)
+        while not done:
+            await answer.write(b": keep-alive\n\n")
+            done, _ = await asyncio.wait([job.task], timeout=KEEP_ALIVE_S)
+        try:
+            events = dialect.events(job.task.result(), body)
+        except Refused as error:
+            events = [(None, dialect.error(error))]
+        for name, event in events:
+            line = f"event: {name}\n" if name else ""
+            await answer.write(f"{line}data: {json.dumps(event)}\n\n".encode())
+        if dialect is dialects.CHAT:
+            await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        job.delivered |= not gone(request)
+        return answer
+
+
+def logprob(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+@web.middleware
+async def as_errors(request: web.Request, handler: Callable) -> web.StreamResponse:
+    dialect = dialects.DIALECTS.get(request.path, dialects.CHAT)
+    try:
+        return await handler(request)
+    except Refused as error:
+        refused = error
+    except web.HTTPException as error:
+        refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request")
+    except ConnectionResetError:  # the client has given up
+        return web.Response(status=499)
+    with contextlib.suppress(ConnectionResetError):
+        return web.json_response(dialect.error(refused), status=refused.status)
+    return web.Response(status=499)

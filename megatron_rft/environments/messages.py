@@ -1,0 +1,76 @@
+"""A turn of the policy as a message of the chat API: its text, reasoning and calls of tools."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rft.records import Response
+from megatron_rft.rewards.tools.calls import MARKERS, Call, Malformed, tool_calls
+
+END_OF_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """`stops`: tokens that end a turn."""
+
+    tokenizer: Any
+    stops: tuple[int, ...]
+
+    def message(self, sampled: Response, tools: Any, stop: list[str], id: str) -> tuple[dict[str, Any], Response]:
+        """The message, and the turn, which ends with the token that completes one of the texts `stop`."""
+        sampled = self._cut(sampled, stop)
+        ids = list(sampled.token_ids)
+        text = self._decode(ids)
+        text = text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+        thought, ended, said = text.rpartition(END_OF_THOUGHT)
+        if not ended and text.startswith("<think>"):
+            thought, said = text, ""
+        message: dict[str, Any] = {"role": "assistant", "content": said.lstrip("\n") if thought else text}
+        if thought:
+            message["reasoning_content"] = thought.removeprefix("<think>").strip()
+        if calls := self._calls(ids, tools):
+            marker = MARKERS.search(message["content"])
+            message["content"] = message["content"][: marker.start() if marker else 0].strip() or None
+            message["tool_calls"] = [_call(f"call_{id}_{number}", call) for number, call in enumerate(calls)]
+        return message, sampled
+
+    def text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    def _decode(self, ids: list[int], special: bool = False) -> str:
+        ids = ids[:-1] if ids and ids[-1] in self.stops else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def _calls(self, ids: list[int], tools: Any) -> list[Call]:
+        """Some models mark calls with special tokens. A text that looks like calls of other functions is a text."""
+        described = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
+        if not described:
+            return []
+        try:
+            properties = {name: schema.get("properties") or {} for name, schema in described.items()}
+            calls = tool_calls(self._decode(ids, special=True), properties)
+        except (Malformed, RecursionError):
+            return []
+        return calls if any(call.name in described for call in calls) else []
+
+    def _cut(self, sampled: Response, stop: list[str]) -> Response:
+        ids = list(sampled.token_ids)
+        if not any(each in self._decode(ids) for each in stop):
+            return sampled
+        lengths = range(1, len(ids) + 1)
+        length = next(n for n in lengths if any(each in self._decode(ids[:n]) for each in stop))
+        routes = sampled.routes
+        return replace(
+            sampled,
+            token_ids=tuple(ids[:length]),
+            logprobs=tuple(sampled.logprobs[:length]),
+            supports=sampled.supports[:length],
+            finish_reason="stop",
+            routes=None if routes is None else routes[: len(routes) - (len(ids) - length)],
+        )
+
+
+def _call(id: str, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": id, "type": "function", "function": function}

@@ -1,0 +1,346 @@
+"""An episode of a program that talks to the endpoint: its requests are the environment, the policy's turns answer them.
+
+The program runs in a session of its own, below a process that kills all that it started. It has a clock, which stands
+still while it waits for the policy. It ends by exiting; then its endpoint closes, what it started is killed, and its
+working folder is graded.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.config.environment import Program
+from megatron_rft.environments.base import Message
+from megatron_rft.environments.grading import row_of
+from megatron_rft.environments.messages import Spoken
+from megatron_rft.environments.player import turn_seed
+from megatron_rft.environments.process import EpisodeEnvironment, EpisodeFailed, shown
+from megatron_rft.environments.template import Template, plain
+from megatron_rft.environments.turns import Tree, Turn
+from megatron_rft.inference.engine import Request, request_seed
+from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.processes import absolute, activity, end_reaper, start_helper
+
+SETTLE_S = 0.01  # a wave waits until a program that has asked neither asks nor computes for this time
+LONGEST_SETTLE_S = 1.0
+MODEL = "policy"  # its name at the endpoint
+KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
+LOG_TAIL = 600  # characters of a program's output in a message
+
+
+class Refused(Exception):
+    """A request that is answered by an error in the API's form."""
+
+    def __init__(self, status: int, message: str, code: str = "unsupported"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(eq=False)
+class Ask:
+    """An open request for a turn. `answer`: of (message, turn)."""
+
+    episode: "ProgramEpisode"
+    messages: list[Message]
+    tools: Any
+    parent: Turn | None
+    said: list[Message]
+    between: tuple[int, ...]
+    prompt: tuple[int, ...]
+    occurrence: int
+    seed: int
+    max_tokens: int
+    stop: list[str]
+    answer: Future = field(default_factory=Future)
+    number: int | None = None  # in the order of sampling
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the problem's own prompt, as without a program."""
+        return self.occurrence == 0 and self.prompt == self.episode.request.prompt_ids
+
+
+@dataclass(frozen=True)
+class World:
+    """What the episodes of a rank share. `start`: opens an episode's endpoint, and returns the URL."""
+
+    options: Program
+    template: Template
+    spoken: Spoken
+    folder: Path
+    open: Callable[["ProgramEpisode"], str]
+    close: Callable[["ProgramEpisode"], None]
+    watch: Callable[[int, Callable[[], None]], None]  # a file descriptor, and what to call when it can be read
+
+
+class ProgramEpisode:
+    """
+    Args:
+        longest: the most tokens of a segment behind the problem's prompt, or what is in its place.
+        grader: for the user's score.
+    """
+
+    def __init__(self, world: World, request: Request, sample: int, longest: int, grader: EpisodeEnvironment | None):
+        self.world, self.request, self.sample, self.longest, self.grader = world, request, sample, longest, grader
+        self.secret, self.tree, self.jobs = secrets.token_urlsafe(24), Tree(), {}
+        self.response = Response((), (), "", -1)
+        self.open: list[Ask] = []
+        self.asked: Counter[tuple[int, ...]] = Counter()  # prompts
+        self.turns = self.segments = self.numbers = 0
+        self.followed: set[Turn] = set()  # turns that a request has continued
+        self.conversation: list[Message] = []
+        self.refused: str | None = None  # the limit that the program has reached
+        self.process: subprocess.Popen | None = None
+        self.exited = self.closed = self.ending = False
+        self.left, self.since, self.arrived = world.options.episode_timeout_s, 0.0, 0.0
+        self.changed_at, self.unsent = 0.0, 0
+        self.seen: str | None = None
+        self.changed = threading.Condition()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.response.finish_reason)
+
+    @property
+    def continues(self) -> bool:
+        return bool(self.tree.turns)
+
+    # ---- the endpoint's side
+
+    def ask(self, messages: list[Message], tools: Any, n: int, most: int | None, stop: list[str]) -> list[Ask]:
+        """Open requests for `n` turns. Raises Refused."""
+        parent, said = self.tree.place(messages, tools)
+        try:
+            template = self.world.template
+            between = tuple(template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools))
+        except DataError as error:
+            raise Refused(400, str(error), "invalid_messages") from None
+        prompt = (*(parent.tokens if parent else ()), *between)
+        room = len(self.request.prompt_ids) + self.longest - len(prompt)
+        if room < 1:
+            what = f"This model's maximum context length is {len(prompt) + room} tokens (rollout.max_response_tokens)."
+            raise self._limit(f"{what} However, your messages have {len(prompt)}.", "context_length_exceeded")
+        limit = min(filter(None, (room, self.world.options.turn_tokens, most)))
+        with self.changed:
+            self._count(parent, n)
+            first, self.asked[prompt] = self.asked[prompt], self.asked[prompt] + n
+            places = range(first, first + n)
+            seeds = [turn_seed(self.request, self.sample, prompt, place) for place in places]
+            given = (messages, tools, parent, said, between, prompt)
+            asks = [Ask(self, *given, *each, limit, stop) for each in zip(places, seeds, strict=True)]
+            self._tick()
+            self.open += asks
+            self.arrived = self.changed_at = time.monotonic()
+            self.changed.notify_all()
+        return asks
+
+    def _count(self, parent: Turn | None, n: int) -> None:
+        options = self.world.options
+        if self.closed:
+            raise Refused(410, "the episode has ended", "episode_ended")
+        if self.turns + n > options.max_turns:
+            raise self._limit(f"the episode has had its {options.max_turns} turns (environment.max_turns)", "max_turns")
+        new = n - (parent is not None and parent not in self.followed)
+        if self.segments + new > options.max_segments:
+            what = f"the episode has had its {options.max_segments} segments (environment.max_segments)"
+            raise self._limit(what, "max_segments")
+        self.turns, self.segments = self.turns + n, self.segments + new
+        if parent is not None:
+            self.followed.add(parent)
+
+    def _limit(self, what: str, code: str) -> Refused:
+        self.refused = what
+        return Refused(400, what, code)
+
+    # ---- the player's side
+
+    def start(self) -> None:
+        """Start the program, and wait until it asks or has ended."""
+        self.since = time.monotonic()
+        try:
+            self._start()
+        except (OSError, EpisodeFailed) as error:
+            self._fail(f"{self.world.options.command[0]} does not start: {error}")
+            return
+        self.settle()
+
+    def _start(self) -> None:
+        options, folder = self.world.options, self.world.folder
+        self.folder = folder / self.secret[:12].replace("-", "_")
+        for part in ("work", "home", "tmp"):
+            (self.folder / part).mkdir(parents=True, mode=0o700)
+        (self.folder / "row.json").write_text(json.dumps(row_of(self._problem), default=str))
+        self.process = start_helper(
+            [absolute(part) for part in options.command],
+            reap=True,
+            remove=folder,
+            log=self.folder / "log",
+            cwd=self.folder / "work",
+            env=self._environment(self.world.open(self)),
+        )
+        self.world.watch(os.pidfd_open(self.process.pid), self._left)
+
+    @property
+    def _problem(self) -> Prompt:
+        assert self.request.problem is not None, "an episode without a problem"
+        return self.request.problem
+
+    def _environment(self, url: str) -> dict[str, str]:
+        """What the program finds: where to ask, and nothing of the run."""
+        found = {name: os.environ[name] for name in KEPT if name in os.environ}
+        own = {
+            "HOME": self.folder / "home",
+            "TMPDIR": self.folder / "tmp",
+            "MEGATRON_RFT_ROW": self.folder / "row.json",
+        }
+        seed = request_seed(self.request.seed, self.sample, "environment") % 2**32
+        found |= {name: str(path) for name, path in own.items()}
+        found |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+        found |= {"OPENAI_API_KEY": self.secret, "ANTHROPIC_API_KEY": self.secret}
+        return found | {"MEGATRON_RFT_MODEL": MODEL, "PYTHONHASHSEED": "0", "MEGATRON_RFT_SEED": str(seed)}
+
+    def _left(self) -> None:
+        with self.changed:
+            self.exited = True
+            self.changed.notify_all()
+
+    def take(self) -> list[Ask]:
+        """The open requests, in an order that does not depend on time."""
+        with self.changed:
+            asks = sorted(self.open, key=lambda ask: ask.seed)
+            for ask in asks:
+                if ask.number is None:
+                    ask.number, self.numbers = self.numbers, self.numbers + 1
+            return asks
+
+    def give(self, ask: Ask, sampled: Response) -> None:
+        """Record a turn, and answer the request with it."""
+        message, sampled = self.world.spoken.message(sampled, ask.tools, ask.stop, str(ask.number))
+        with self.changed:
+            if ask not in self.open:  # the episode has ended
+                return
+            assert ask.number is not None, "a turn that was not taken"
+            turn = Turn(ask.parent, ask.between, plain(ask.said) if ask.parent else "", sampled, ask.number)
+            self.tree.add(turn, ask.messages, message, ask.tools)
+            self.conversation = [*ask.messages, message]
+            self.open.remove(ask)
+            self.unsent += 1
+            self.since = self.arrived = self.changed_at = time.monotonic()
+        ask.answer.set_result((message, turn))
+
+    def settle(self) -> None:
+        """Wait until the program asks, or has ended: then end the episode."""
+        with self.changed:
+            while not (self.ended or self.exited):
+                now = time.monotonic()
+                wait = self.arrived + SETTLE_S - now if self.open else self.since + self.left - now
+                if wait <= 0 and not (self.open and self._runs(now)):
+                    break
+                self.changed.wait(max(wait, SETTLE_S))
+            if self.ended or (self.open and not self.exited):
+                return
+            if self.ending:  # by the thread of another request
+                self.changed.wait_for(lambda: self.ended)
+                return
+            self.ending = True
+            self._tick()
+        self._end()
+
+    def _runs(self, now: float) -> bool:
+        """Whether the program computes, or is about to get an answer: another sub-agent may be about to ask, and
+        belongs to the same wave."""
+        if now - self.changed_at > LONGEST_SETTLE_S or self.process is None:
+            return False
+        before, self.seen = self.seen, activity(self.process.pid)
+        if not self.unsent and before == self.seen is not None:
+            return False
+        self.arrived = now
+        return True
+
+    def sent(self, count: int) -> None:
+        """Called when the answer to `count` requests for turns has been sent."""
+        with self.changed:
+            self.unsent -= count
+
+    def _tick(self) -> None:
+        """Count the time since the program waits no more for the policy."""
+        if not self.open:
+            now = time.monotonic()
+            self.left, self.since = self.left - (now - self.since), now
+
+    # ---- the end
+
+    def _end(self) -> None:
+        late = not self.exited
+        self.close()
+        try:
+            if late:
+                raise EpisodeFailed(f"took longer than {self.world.options.episode_timeout_s:g} s (episode_timeout_s)")
+            self._finish(self.process.returncode if self.process else 0)
+        except EpisodeFailed as error:
+            self._fail(str(error))
+        except BaseException as error:  # the score's code can never be right
+            self._fail(str(error))
+            raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with self.changed:
+                self.changed.notify_all()
+
+    def _finish(self, status: int) -> None:
+        if not self.tree.turns:
+            raise EpisodeFailed(f"ended with status {status} before the policy had a turn: {self._tail()}")
+        score = None
+        if self.grader is not None:
+            score = self.grader.submit(self._graded, status).result()
+        elif status and not self.refused:
+            raise EpisodeFailed(f"ended with status {status}: {self._tail()}")
+        self.response = replace(self.tree.response(self.request.prompt_ids), score=score)
+
+    def _graded(self, status: int) -> Score | None:
+        """In the thread of the grader's process."""
+        grader, about = self.grader, {"folder": str(self.folder / "work"), "status": status}
+        assert grader is not None, "an episode without a grader"
+        deadline = time.monotonic() + self.left
+        for call, arguments in (
+            ("reset", {"prompt": shown(self._problem), "seed": request_seed(self.request.seed, self.sample, "score")}),
+            ("step", {"text": json.dumps(about | {"conversation": self.conversation})}),
+            ("end", {}),
+        ):
+            grader.process.timeout_s = max(deadline - time.monotonic(), 0.01)
+            score = grader.ask(call, **arguments)
+        return score and Score(**score)
+
+    def _tail(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.folder / "log").read_text(errors="replace")[-LOG_TAIL:].strip() or "it printed nothing"
+        return "it has no output"
+
+    def _fail(self, why: str) -> None:
+        where = f"program {self.world.options.name}, problem {self._problem.index}, turn {len(self.tree.turns)}"
+        response = self.tree.response(self.request.prompt_ids) if self.tree.turns else self.response
+        self.close()
+        self.response = replace(response, finish_reason="abort", score=Score(0.0, error=f"{where}: {why}"))
+
+    def close(self) -> None:
+        """Close the endpoint, then kill the program and all that it started. May be called twice."""
+        with self.changed:
+            self.closed, asks, self.open = True, self.open, []
+        self.world.close(self)
+        for ask in asks:
+            ask.answer.set_exception(Refused(410, "the episode has ended", "episode_ended"))
+        if self.process is not None:
+            end_reaper(self.process)
+        self._left()

@@ -1,0 +1,175 @@
+"""Plays episodes of programs (program.py) with an engine, in waves or each at its own pace."""
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.config.environment import Program
+from megatron_rft.environments.endpoint import Endpoint
+from megatron_rft.environments.messages import Spoken
+from megatron_rft.environments.player import Episodes
+from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.program import Ask, ProgramEpisode, World
+from megatron_rft.environments.template import Template
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling, limit
+from megatron_rft.records import Prompt, Response
+
+
+@dataclass
+class Programs(Episodes):
+    """`at_once`: not None where each episode goes at its own pace. `processes` grade."""
+
+    options: Program = field(kw_only=True)
+
+    def __post_init__(self):
+        for member in self.processes.members:
+            member.limit = "environment.episode_timeout_s"
+        self._first = threading.Lock()
+        self.living: set[ProgramEpisode] = set()
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.options.programs, thread_name_prefix="program")
+
+    @cached_property
+    def folder(self) -> Path:
+        """For the episodes' folders; not below the run's folder, which may be slow, and whose path may be long."""
+        return Path(tempfile.mkdtemp(prefix="megatron-rft-"))
+
+    @cached_property
+    def world(self) -> World:
+        self.endpoint = endpoint = Endpoint(self.options.host)
+        spoken = Spoken(self.template.tokenizer, self.template.stops)
+        return World(
+            self.options, self.template, spoken, self.folder, endpoint.open, endpoint.close_episode, endpoint.watch
+        )
+
+    def close(self) -> None:
+        for episode in list(self.living):
+            episode.close()
+        if vars(self).pop("world", None) is not None:
+            self.endpoint.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if "threads" in vars(self):
+            self.threads.shutdown(cancel_futures=True)
+        super().close()
+
+    # ---- the episodes of one engine
+
+    def _episode(self, request: Request, sample: int, longest: int) -> ProgramEpisode:
+        with self._first:
+            world = self.world
+        grader = self.processes.new() if self.options.score else None
+        return ProgramEpisode(world, request, sample, longest, grader)
+
+    def _played(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
+        """In waves as many groups at a time as `programs` allows."""
+        if self.at_once is not None:
+            yield from self._freely(engine, groups, sampling)
+            return
+        while engine.agree(bool(groups)):
+            count = max(1, self.options.programs // len(groups[0])) if groups else 0
+            part = groups[:count]
+            new = [episode for group in part for episode in group if episode.process is None and not episode.ended]
+            self._wait(engine, [self.threads.submit(self._start, episode) for episode in new])
+            try:
+                yield from self._waves(engine, part, sampling)
+            finally:
+                groups[:count] = part  # those that a lost engine has left
+
+    def _start(self, episode: ProgramEpisode) -> None:
+        self.living.add(episode)
+        episode.start()
+        self._settled(episode)
+
+    def _settled(self, episode: ProgramEpisode) -> None:
+        if episode.ended:
+            self.living.discard(episode)
+
+    def _wave(self, groups: list[list[Any]]) -> list[tuple[Request, list[Any]]]:
+        """All open requests. Where a group's first ones are the problem's own prompt, they are one, as without a
+        program."""
+        wave: list[tuple[Request, list[Any]]] = []
+        for group in groups:
+            asks = [episode.take() for episode in group]
+            open = [ask for each in asks for ask in each]
+            alone = all(len(each) == 1 for each, episode in zip(asks, group, strict=True) if not episode.ended)
+            if open and alone and all(ask.first for ask in open) and len({ask.max_tokens for ask in open}) == 1:
+                request = replace(group[0].request, max_tokens=open[0].max_tokens)
+                wave.append((request, [each[0] if each else None for each in asks]))
+            else:
+                wave += [(_request(ask), [ask]) for ask in open]
+        return [(replace(request, id=place), asks) for place, (request, asks) in enumerate(wave)]
+
+    def _give(self, ask: Ask | None, turn: Response) -> Future:
+        """`ask`: None for an episode of a group that has ended before its first turn."""
+        return self.threads.submit(self._given, ask, turn)
+
+    def _given(self, ask: Ask | None, turn: Response) -> None:
+        if ask is not None:
+            ask.episode.give(ask, turn)
+            ask.episode.settle()
+            self._settled(ask.episode)
+
+    def _alone(self, engine: Engine, episode: ProgramEpisode, sampling: Sampling) -> None:
+        if episode.process is None and not episode.ended:
+            self._start(episode)
+        while not episode.ended:
+            asks = episode.take()
+            requests = [replace(_request(ask), id=place) for place, ask in enumerate(asks)]
+            for answer in engine.generate(requests, sampling):
+                episode.give(asks[answer.id], answer.responses[0])
+            episode.settle()
+            self._settled(episode)
+
+
+def _request(ask: Ask) -> Request:
+    return Request(0, ask.prompt, 1, ask.seed, ask.max_tokens)
+
+
+class Script(Engine):
+    """Says given texts, one after the other; the last one again and again."""
+
+    def __init__(self, encode: Callable[[str], list[int]], texts: list[str]):
+        self.encode, self.texts = encode, list(texts)
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        for request in requests:
+            ids = self.encode(self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
+            most = limit(request, sampling)
+            finish, ids = "stop" if len(ids) <= most else "length", tuple(ids[:most])
+            yield Group(request.id, (Response(ids, (0.0,) * len(ids), finish, 0),) * request.n)
+
+    def load_weights(self, stream: Iterable, version: int) -> None:
+        """It has none."""
+
+    def checksums(self) -> dict[str, int | None]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def scripted(
+    options: Program, template: Template, episodes: list[tuple[Prompt, list[str]]], longest: int, log: Path
+) -> list[Response]:
+    """Play episodes, each with the texts that the policy says in it."""
+
+    def encode(text: str) -> list[int]:
+        return [*template.tokenizer.encode(text, add_special_tokens=False), template.stops[0]]
+
+    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, log)
+    named = (options.name, options.max_turns, options.turn_tokens)
+    player, found = Programs(Script(encode, [""]), processes, template, str, *named, options=options), []
+    with closing(player):
+        for number, (problem, texts) in enumerate(episodes):
+            request = Request(number, problem.token_ids, 1, number, problem=problem)
+            found += [r for g in player.play(Script(encode, texts), [request], Sampling(longest)) for r in g.responses]
+    return found

@@ -1,0 +1,150 @@
+"""The exact tokens of a program's episode, whose turns come as chat requests: a tree of turns, and its segments.
+
+The tokens of a turn are its parent's, then `between` (rendered), then those that were sampled, which are never
+tokenised again. A request whose messages extend those of a known turn continues its tokens; any other one (the first,
+of a sub-agent, with a compacted or edited history, with other tools) begins a new root.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rft.environments.base import Message
+from megatron_rft.responses import Response
+
+TEXTS = ("text", "input_text", "output_text")  # types of the parts of a message
+
+
+@dataclass(eq=False)
+class Turn:
+    """One turn of the policy. `number`: in the order of sampling."""
+
+    parent: "Turn | None"
+    between: tuple[int, ...]  # of a root: the whole prompt
+    said: str  # the new messages
+    sampled: Response
+    number: int
+
+    def __post_init__(self):
+        """`tokens`: all tokens up to the end of the turn."""
+        before = self.parent.tokens if self.parent else ()
+        self.tokens: tuple[int, ...] = (*before, *self.between, *self.sampled.token_ids)
+
+
+@dataclass
+class Tree:
+    turns: list[Turn] = field(default_factory=list)
+    known: dict[str, Turn] = field(
+        default_factory=dict
+    )  # the key of the messages with the turn's -> the last such turn
+
+    def place(self, messages: list[Message], tools: Any) -> tuple[Turn | None, list[Message]]:
+        """The turn that messages continue, or None, and the messages behind it. It wrote the last message of the
+        assistant; an unknown one is an edited history."""
+        found = keys(messages, tools)
+        for place in range(len(messages), 0, -1):
+            if messages[place - 1]["role"] == "assistant":
+                turn = self.known.get(found[place - 1]) if place < len(messages) else None
+                return turn, messages[place:] if turn else messages
+        return None, messages
+
+    def add(self, turn: Turn, messages: list[Message], answer: Message, tools: Any) -> None:
+        """Messages of the system at the end of a request may be gone from the next one: some programs tell their state
+        there. The turn is then continued as well, and its tokens keep them."""
+        self.turns.append(turn)
+        self.known[keys([*messages, plain(answer)], tools)[-1]] = turn
+        lasting = list(messages)
+        while len(lasting) > 1 and lasting[-1]["role"] == "system":
+            lasting.pop()
+        if len(lasting) < len(messages):
+            self.known[keys([*lasting, plain(answer)], tools)[-1]] = turn
+
+    def response(self, own: tuple[int, ...]) -> Response:
+        """The episode. The first turn that continues another one stays in its segment, and any further one begins a
+        segment of its own, whose prompt has the tokens before it: each sampled token is in one turn of one segment.
+        `own`: the tokens of the problem's prompt."""
+        turns = sorted(self.turns, key=lambda turn: turn.number)
+        ends: dict[Turn, list[Turn]] = {}  # the last turn of a segment so far -> its turns
+        for turn in turns:
+            ends[turn] = [*(ends.pop(turn.parent, []) if turn.parent else []), turn]
+        segments = [_segment(each) for each in sorted(ends.values(), key=lambda each: each[-1].number)]
+        last = replace(segments[-1], segments=tuple(segments[:-1]))
+        if not last.segments:
+            return replace(last, order=(), prompt_ids=None if last.prompt_ids == own else last.prompt_ids)
+        return replace(last, segments=tuple(sorted(last.segments, key=lambda each: each.order[0])))
+
+
+def _segment(turns: list[Turn]) -> Response:
+    first, last = turns[0], turns[-1]
+    length = len(first.tokens) - len(first.sampled.token_ids)  # of the prompt
+    logprobs, supports, spans, routes = [], [], [], None
+    for turn in turns:
+        ids = turn.sampled.token_ids
+        given = [0.0] * len(turn.between) if turn is not first else []
+        logprobs += [*given, *turn.sampled.logprobs]
+        supports += [*[() for _ in given], *turn.sampled.supports] if turn.sampled.supports else []
+        spans.append((len(turn.tokens) - length - len(ids), len(turn.tokens) - length, 0.0))
+        if (read := turn.sampled.routes) is not None:  # the engine has read earlier turns again: who wrote them counts
+            routes = read if routes is None else np.concatenate([routes, read[len(routes) :]])
+    return Response(
+        last.tokens[length:],
+        tuple(logprobs),
+        last.sampled.finish_reason,
+        first.sampled.weight_version,
+        tuple(supports),
+        tuple(spans),
+        first.tokens[:length],
+        tuple(turn.said for turn in turns if turn.said),
+        routes=routes,
+        order=tuple(turn.number for turn in turns),
+    )
+
+
+def plain(message: dict[str, Any]) -> Message:
+    """A message as a chat template takes it: a text, and calls whose arguments are objects.
+
+    Raises:
+        ValueError: it has something else than text.
+    """
+    kept: dict[str, Any] = {"role": message["role"], "content": text_of(message.get("content"))}
+    if kept["role"] == "developer":
+        kept["role"] = "system"
+    kept |= {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if message.get(key)}
+    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
+    if calls:  # clients add fields of their own, such as `parsed_arguments` and `index`
+        called = [(id, {"name": of["name"], "arguments": _arguments(of.get("arguments"))}) for id, of in calls]
+        kept["tool_calls"] = [{"type": "function", "id": id, "function": function} for id, function in called]
+    return kept
+
+
+def text_of(content: Any) -> str:
+    if isinstance(content, list):
+        texts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+        if other := [part.get("type") for part in texts if part.get("type") not in TEXTS]:
+            raise ValueError(f"content of type {other[0]!r} is not supported: only text")
+        return "".join(part["text"] for part in texts)
+    if not isinstance(content, str | None):
+        raise ValueError(f"a content of type {type(content).__name__} is not supported: only text")
+    return content or ""
+
+
+def _arguments(given: Any) -> Any:
+    try:
+        return json.loads(given or "{}") if isinstance(given, str) else given
+    except ValueError:
+        return given
+
+
+def keys(messages: list[Message], tools: Any) -> list[str]:
+    """After each message a digest of the tools and all messages so far. What programs change when they send an answer
+    back does not count: white space around it, the spelling of arguments, ids of calls, reasoning, names."""
+    state, found = hashlib.blake2b(json.dumps(tools or [], sort_keys=True).encode(), digest_size=16), []
+    for message in messages:
+        content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        state.update(json.dumps([message["role"], content, calls], sort_keys=True).encode())
+        found.append(state.hexdigest())
+    return found

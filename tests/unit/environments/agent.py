@@ -1,0 +1,194 @@
+"""Programs for test_programs.py: `python agent.py NAME`."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+URL, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+ROW = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+
+
+def post(body: dict, path: str = "/chat/completions", key: str = KEY, timeout: float = 60.0, **headers) -> dict:
+    headers |= {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.load(answer)
+
+
+def ask(messages: list[dict], **more) -> dict:
+    return post({"messages": messages, **more})["choices"][0]["message"]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def once() -> None:
+    ask([user(ROW["question"])])
+
+
+def agent() -> None:
+    """A loop with tools, two sub-agents in parallel, several answers to one request, and a compacted history."""
+    messages = [user(ROW["question"])]
+    for turn in range(3):
+        answer = ask(messages, tools=TOOLS)
+        messages += [answer, {"role": "tool", "tool_call_id": "1", "content": f"<|im_end|> result {turn}"}]
+
+    def sub(number: int) -> None:
+        own = [user(f"sub-agent {number}")]
+        for turn in range(2):
+            own += [ask(own), user(f"go on {turn}")]
+
+    threads = [threading.Thread(target=sub, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    several = post({"messages": [user("several")], "n": 3})["choices"]
+    ask([user("several"), several[1]["message"], user("on")])
+    ask([user("summary of " + str(len(messages)))], tools=TOOLS)
+    Path("result.txt").write_text("done")
+
+
+def fails() -> None:
+    once()
+    print("some output")
+    raise ValueError("a bug of the program")
+
+
+def silent() -> None:
+    """It never asks."""
+
+
+def hangs() -> None:
+    once()
+    time.sleep(600)
+
+
+def leaves() -> None:
+    """Processes that leave its group, or its session, go on writing, and refuse to end."""
+    once()
+    write = "while true; do date >> late.txt; sleep 0.05; done"
+    subprocess.Popen(["sh", "-c", write])
+    subprocess.Popen(["setsid", "sh", "-c", f"trap '' TERM HUP INT; {write}"])
+    subprocess.Popen(["sh", "-c", f"setsid nohup sh -c '{write}' >/dev/null 2>&1 &"])
+    time.sleep(0.2)
+
+
+def looks() -> None:
+    """Says what it sees of the machine."""
+    once()
+    seen = {"environment": dict(os.environ), "folder": os.getcwd(), "row": ROW}
+    Path("seen.json").write_text(json.dumps(seen))
+
+
+def refused() -> None:
+    """Writes the status and code of each refused request."""
+    found = {}
+
+    def note(name: str, body: object, **more) -> None:
+        try:
+            post(body, **more)
+            found[name] = "answered"
+        except urllib.error.HTTPError as error:
+            told = json.load(error)["error"]
+            found[name] = [error.code, told["code"], told["message"]]
+
+    hi = [user("hi")]
+    note("key", {"messages": hi}, key="wrong")
+    note("bias", {"messages": hi, "logit_bias": {"5": 3}})
+    note("json", {"messages": hi, "response_format": {"type": "json_object"}})
+    note("image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
+    note("no messages", {"prompt": "hi"})
+    note("no object", "hi")
+    note("role", {"messages": [{"role": "wizard", "content": "hi"}]})
+    note("long", {"messages": [user("word " * 400)]})
+    note("large", {"messages": [user("word " * 20_000_000)]})
+    note("path", {"messages": hi}, path="/embeddings")
+    note("fine", {"messages": hi, "temperature": 0.0, "top_p": 1, "logit_bias": {}, "top_logprobs": 0})
+    note("turns", {"messages": hi, "n": 9})
+    note("segments", {"messages": hi, "n": 4})
+    Path("refused.json").write_text(json.dumps(found))
+
+
+def retries() -> None:
+    """A client that gives up and asks again, without a header that says so, and another that says so."""
+    for question, headers in (("plain", {}), ("marked", {"x-stainless-retry-count": "1"})):
+        for attempt in range(9):
+            try:
+                post({"messages": [user(question)]}, timeout=0.2, **(headers if attempt else {}))
+                break
+            except (TimeoutError, OSError):
+                pass
+    post({"messages": [user("plain")]})  # a question of its own: the first one was answered
+
+
+def openai_client() -> None:
+    """Openai's own client, with its helpers."""
+    import asyncio
+
+    import openai
+
+    client, messages = openai.OpenAI(), [user("one")]
+    assert client.models.list().data[0].id == os.environ["MEGATRON_RFT_MODEL"]
+    answer = client.chat.completions.create(model="policy", messages=messages, logprobs=True, max_tokens=4)
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens <= 4
+    messages += [answer.choices[0].message.model_dump(), user("two")]
+    text, usage = "", None
+    asked = {"model": "policy", "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    for event in client.chat.completions.create(**asked):
+        text += (event.choices[0].delta.content or "") if event.choices else ""
+        usage = event.usage or usage
+    assert usage.prompt_tokens_details.cached_tokens > 0
+    messages += [{"role": "assistant", "content": text}, user("three")]
+    with client.chat.completions.stream(model="policy", messages=messages) as stream:
+        final = stream.get_final_completion()
+    messages += [final.choices[0].message.model_dump(), user("four")]
+
+    async def later() -> None:
+        client = openai.AsyncOpenAI()
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+
+    asyncio.run(later())
+    try:
+        client.chat.completions.create(model="policy", messages=messages, frequency_penalty=1.0)
+    except openai.BadRequestError as error:
+        assert error.code == "unsupported", error
+
+
+def calls_tools() -> None:
+    """Openai's client with tools: the calls of the policy come as calls, also in a stream."""
+    import openai
+
+    client, messages = openai.OpenAI(), [user("add")]
+    for streams in (False, True):
+        asked = {"model": "policy", "messages": messages, "tools": TOOLS}
+        if streams:
+            with client.chat.completions.stream(**asked) as stream:
+                answer = stream.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**asked)
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and call.function.name == "add"
+        result = {"role": "tool", "tool_call_id": call.id, "content": str(json.loads(call.function.arguments)["a"] + 1)}
+        messages += [choice.message.model_dump(), result]
+    answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, stop=["st"])
+    Path("said.txt").write_text(f"{answer.choices[0].message.content}|{answer.choices[0].finish_reason}")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

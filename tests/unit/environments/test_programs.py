@@ -1,0 +1,349 @@
+"""Programs in real processes, which ask a real endpoint of a real engine: tokens stay as sampled, each is in one turn
+of one segment, and nothing of a program stays."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rft.config.environment import Program
+from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.schemas import schemas
+from megatron_rft.environments.template import Template
+from megatron_rft.environments.worker import maker
+from megatron_rft.inference.engine import EngineLost, Request, Sampling
+from megatron_rft.records import Prompt
+from megatron_rft.utils.errors import ConfigError
+from tests.unit.environments.test_template import CHATML
+from tests.unit.inference.tiny import CONFIGS, build_engine, build_model
+
+pytest.importorskip("aiohttp")
+from megatron_rft.environments.program import KEPT  # noqa: E402
+from megatron_rft.environments.programs import Programs, scripted  # noqa: E402
+
+HERE = Path(__file__).parent
+AGENT, GRADERS = HERE / "agent.py", HERE / "graders.py"
+EXPECTED = {"HOME", "TMPDIR", "MEGATRON_RFT_ROW", "MEGATRON_RFT_MODEL", "MEGATRON_RFT_SEED", "PYTHONHASHSEED", "PWD"}
+EXPECTED |= {f"{api}_{what}" for api in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")} | {
+    "OPENAI_API_BASE"
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 41}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+@pytest.fixture(scope="module")
+def chat_model():
+    config = type(CONFIGS["qwen3"])(**CONFIGS["qwen3"].to_dict() | {"vocab_size": 258, "max_position_embeddings": 4096})
+    return build_model(config)
+
+
+@pytest.fixture
+def chat_engine(chat_model):
+    return build_engine(chat_model)
+
+
+def sampling(tokenizer, longest: int = 1500) -> Sampling:
+    return Sampling(longest, stop_token_ids=stops(tokenizer))
+
+
+def stops(tokenizer) -> tuple[int, ...]:
+    """Turns end soon: the model is random."""
+    return (tokenizer.eos_token_id, *range(0, 256, 16))
+
+
+def program(name: str, **options) -> Program:
+    options = {"max_turns": 20, "turn_tokens": 12} | options
+    return Program(kind="program", command=[sys.executable, str(AGENT), name], **options)
+
+
+@pytest.fixture
+def play(tokenizer, tmp_path):
+    """A function that makes a player; all processes end with the test."""
+    players = []
+
+    def make(name: str, engine, at_once=None, **options) -> Programs:
+        given = program(name, **options)
+        processes = EnvironmentProcesses(given.own_options(), 2, given.episode_timeout_s, tmp_path / "environment")
+        template = Template(tokenizer, stops(tokenizer))
+        parts = (engine, processes, template, str, given.name, given.max_turns, given.turn_tokens)
+        players.append(Programs(*parts, at_once=at_once, options=given))
+        return players[-1]
+
+    yield make
+    for player in players:
+        player.close()
+
+
+def requests(tokenizer, count: int = 2, n: int = 2) -> list[Request]:
+    found = []
+    for index in range(count):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"problem {index}"}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        problem = Prompt(index, ids, text, "7", {"level": index}, f"problem {index}")
+        found.append(Request(index, ids, n, seed=index, problem=problem))
+    return found
+
+
+def responses(player, asked, how) -> dict[int, tuple]:
+    return {group.id: group.responses for group in player.generate(asked, how)}
+
+
+def tokens(found: dict[int, tuple]) -> dict[int, list]:
+    """Without log-probs."""
+    named = ("prompt_ids", "token_ids", "turns", "order", "finish_reason")
+    return {
+        id: [[getattr(part, name) for part in parts(each) for name in named] for each in group]
+        for id, group in found.items()
+    }
+
+
+def parts(response) -> list:
+    return [*response.segments, response]
+
+
+def turns_of(response) -> list:
+    return [turn for part in parts(response) for turn in part.turns]
+
+
+def only(player, tokenizer, n: int = 1, longest: int = 1500):
+    """The responses to one request."""
+    return responses(player, requests(tokenizer, 1, n), sampling(tokenizer, longest))[0]
+
+
+def test_recorded_tokens_are_what_the_engine_sampled(play, chat_engine, chat_model, tokenizer):
+    player = play("agent", chat_engine)
+    asked, how = requests(tokenizer), sampling(tokenizer)
+    sampled: list[tuple] = []
+    generate = chat_engine.generate
+
+    def recorded(wave, given):
+        for group in generate(wave, given):
+            sampled.extend((tuple(each.token_ids), each.logprobs) for each in group.responses)
+            yield group
+
+    chat_engine.generate = recorded
+    found = responses(player, asked, how)
+    played = [each for group in found.values() for each in group]
+    turns = []
+    for response in played:
+        assert response.finish_reason != "abort" and len(turns_of(response)) == 12, response.score
+        assert len(response.segments) == 6, "the loop, two sub-agents, three answers and the summary"
+        for part in parts(response):
+            prompt = part.prompt_ids
+            ids = torch.tensor([*prompt, *part.token_ids])
+            logprobs = chat_model(ids[None]).logits[0].log_softmax(-1)
+            for first, end, _ in part.turns:
+                turns.append((tuple(part.token_ids[first:end]), tuple(part.logprobs[first:end])))
+                for place in range(first, end):
+                    exact = logprobs[len(prompt) + place - 1, part.token_ids[place]]
+                    assert abs(exact - part.logprobs[place]) < 1e-4
+        assert sum(id >= 256 for id in response.segments[0].prompt_ids) == 5, "the prompt's own control tokens"
+    assert sorted(turns) == sorted(sampled), "each sampled token is in one turn of one segment"
+    orders = [sorted(number for part in parts(each) for number in part.order) for each in played]
+    assert all(order == list(range(12)) for order in orders)
+
+
+def test_neither_time_nor_the_number_at_once_decides(play, chat_engine, tokenizer):
+    asked, how = requests(tokenizer), sampling(tokenizer)
+    waves = responses(play("agent", chat_engine), asked, how)
+    few = responses(play("agent", chat_engine, programs=2), asked, how)
+    assert tokens(few) == tokens(waves), "log-probs differ by the rounding of a batch"
+    alone = responses(play("agent", chat_engine, at_once=1), asked, how)
+    for group, other in zip(waves.values(), alone.values(), strict=True):
+        for one, two in zip(group, other, strict=True):  # a group's first turn is one request, in waves alone
+            assert [len(part.turns) for part in parts(one)] == [len(part.turns) for part in parts(two)]
+            assert tokens({0: one.segments[1:3]}) == tokens({0: two.segments[1:3]}), "the sub-agents"
+
+
+def test_a_lost_engine_costs_nothing(play, chat_engine, tokenizer):
+    asked, how = requests(tokenizer, 2, 1), sampling(tokenizer)
+    whole = responses(play("agent", chat_engine), asked, how)
+    player, generate, calls = play("agent", chat_engine), chat_engine.generate, []
+
+    def lost(wave, given):
+        calls.append(len(wave))
+        if len(calls) == 3:
+            raise EngineLost("gone")
+        return generate(wave, given)
+
+    chat_engine.generate = lost
+    found: dict[int, tuple] = {}
+    with pytest.raises(EngineLost):
+        found |= responses(player, asked, how)
+    assert tokens(found | responses(player, asked, how)) == tokens(whole) and not player.stuck
+
+
+def test_the_score_sees_how_the_program_ended(play, chat_engine, tokenizer):
+    (response,) = only(play("agent", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    about = json.loads(response.score.reason)
+    assert about["files"] == {"result.txt": "done"} and about["status"] == 0 and response.score.reward == 0.5
+    assert about["last"]["role"] == "assistant"
+    (failed,) = only(play("fails", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    assert json.loads(failed.score.reason)["status"] == 1, "the function judges a failure, too"
+    (plain,) = only(play("once", chat_engine), tokenizer)
+    assert plain.score is None, "the recipe's reward judges the last turn"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fails", {}, r"turn 1: ended with status 1: .*some output.*ValueError: a bug of the program"),
+        ("silent", {}, r"turn 0: ended with status 0 before the policy had a turn: it printed nothing"),
+        ("hangs", {"episode_timeout_s": 2.0}, r"turn 1: took longer than 2 s .episode_timeout_s"),
+        ("once", {"episode_timeout_s": 3.0, "score": f"{GRADERS}:slow"}, r"turn 1: gave no answer within [0-2]"),
+    ],
+)
+def test_a_fault_costs_one_episode(play, chat_engine, tokenizer, name, options, message):
+    (response,) = only(play(name, chat_engine, **options), tokenizer)
+    assert response.finish_reason == "abort" and response.score.reward == 0.0
+    assert re.search(r"(?s)program .*agent.py.*problem 0, " + message, response.score.error), response.score.error
+
+
+def test_a_program_that_does_not_start(chat_engine, tokenizer, play):
+    (response,) = only(play("once", chat_engine, host="127.0.0.1"), tokenizer)
+    assert response.score is None
+    with pytest.raises(ConfigError, match="environment.command: there is no program nowhere"):
+        schemas(Program(kind="program", command=["nowhere"]))
+    with pytest.raises(ConfigError, match=r"graders.py:three must be a function .row, folder, status, conversation."):
+        maker(**program("once", score=f"{GRADERS}:three").own_options())
+
+
+def below(folder: str) -> list[psutil.Process]:
+    """Processes that work in a folder of programs."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd().startswith(folder):
+                found.append(process)
+    return found
+
+
+def test_nothing_of_a_program_stays(play, chat_engine, tokenizer):
+    player = play("leaves", chat_engine, score=f"{GRADERS}:grows")
+    found = only(player, tokenizer, 3)
+    assert [response.score.reward for response in found] == [1.0] * 3, "nothing wrote while it was graded"
+    assert not below(str(player.folder)) and not any(player.folder.iterdir()) and not player.endpoint.episodes
+    threads, folder = threading.active_count(), player.folder
+    only(player, tokenizer, 3)
+    assert threading.active_count() <= threads
+    player.close()
+    assert not folder.exists() and not any(each.name.startswith("endpoint") for each in threading.enumerate())
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from megatron_rft.utils.processes import start_helper
+folder = Path(sys.argv[1])
+command = ["sh", "-c", "setsid nohup sh -c 'while true; do date >> late.txt; sleep 0.05; done' & sleep 600"]
+start_helper(command, reap=True, remove=folder, cwd=folder / "work")
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_stays_of_a_killed_trainer(tmp_path):
+    folder = tmp_path / "programs"
+    (folder / "work").mkdir(parents=True)
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE)
+    assert trainer.stdout.readline()
+    while not (folder / "work/late.txt").exists():
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 20
+    while (folder.exists() or below(str(folder))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists() and not below(str(folder))
+
+
+def test_a_program_finds_its_row_and_none_of_the_runs_secrets(play, chat_engine, tokenizer, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    player = play("looks", chat_engine, score=f"{GRADERS}:files")
+    first, second = (json.loads(each.score.reason)["files"]["seen.json"] for each in only(player, tokenizer, 2))
+    first, second = json.loads(first), json.loads(second)
+    assert first["row"] == {"level": 0, "index": 0, "question": "problem 0", "answer": "7"}
+    for seen, other in ((first, second), (second, first)):
+        found, root = seen["environment"], str(player.folder)
+        assert all(found[name].startswith(root) for name in ("HOME", "TMPDIR", "MEGATRON_RFT_ROW"))
+        assert seen["folder"].startswith(root) and found["HOME"] != other["environment"]["HOME"]
+        assert found["OPENAI_BASE_URL"].startswith("http://127.0.0.1:") and found["ANTHROPIC_BASE_URL"]
+        assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"] != other["environment"]["OPENAI_API_KEY"]
+        assert "WANDB_API_KEY" not in found and {*found} <= EXPECTED | {*KEPT}
+
+
+def test_what_is_refused(play, chat_engine, tokenizer, capsys):
+    player = play("refused", chat_engine, score=f"{GRADERS}:files", max_turns=8, max_segments=3)
+    (response,) = only(player, tokenizer, longest=1000)
+    found = json.loads(json.loads(response.score.reason)["files"]["refused.json"])
+    codes = {name: told if isinstance(told, str) else told[:2] for name, told in found.items()}
+    assert codes == {
+        "key": [401, "invalid_api_key"],
+        "bias": [400, "unsupported"],
+        "json": [400, "unsupported"],
+        "image": [400, "unsupported"],
+        "no messages": [400, "unsupported"],
+        "no object": [400, "unsupported"],
+        "role": "answered",
+        "long": [400, "context_length_exceeded"],
+        "large": [413, "invalid_request"],
+        "path": [404, "invalid_request"],
+        "fine": "answered",
+        "turns": [400, "max_turns"],
+        "segments": [400, "max_segments"],
+    }
+    assert "maximum context length is" in found["long"][2] and "only text" in found["image"][2]
+    assert capsys.readouterr().out.count("temperature=0.0; the recipe's sampling counts") == 1
+
+
+def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
+    generate, calls = chat_engine.generate, []
+
+    def slow(wave, given):
+        calls.append(len(wave))
+        time.sleep(0.5)
+        yield from generate(wave, given)
+
+    chat_engine.generate = slow
+    (response,) = only(play("retries", chat_engine), tokenizer)
+    assert calls == [1, 1, 1] and len(turns_of(response)) == 3, response.score
+
+
+def test_openais_client(play, chat_engine, tokenizer):
+    pytest.importorskip("openai")
+    (response,) = only(play("openai_client", chat_engine), tokenizer)
+    assert response.score is None and len(response.turns) == 4 and not response.segments, response.score
+
+
+def test_calls_of_tools(play, tokenizer):
+    pytest.importorskip("openai")
+    problem = requests(tokenizer)[0].problem
+    options = program("calls_tools", score=f"{GRADERS}:files", turn_tokens=None)
+    texts = [CALL, "<think>\nhm\n</think>\n\nSo: " + CALL, "The rest"]
+    template = Template(tokenizer, (tokenizer.eos_token_id,))
+    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    assert json.loads(response.score.reason)["files"] == {"said.txt": "The re|stop"}, response.score
+    assert len(response.turns) == 3 and not response.segments
+    first, end, _ = response.turns[2]
+    assert tokenizer.decode(response.token_ids[first:end]) == "The rest", "trained up to where the text was complete"
