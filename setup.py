@@ -47,6 +47,7 @@ setup(
             "pytest>=8",
             "pytest-xdist>=3.8",
             "hypothesis>=6",
+            "aiohttp>=3.14",  # programs that talk to the endpoint
             "ruff>=0.12",
             "tensorboard>=2.17",
             "wandb>=0.31",

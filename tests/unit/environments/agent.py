@@ -190,5 +190,37 @@ def calls_tools() -> None:
     Path("said.txt").write_text(f"{answer.choices[0].message.content}|{answer.choices[0].finish_reason}")
 
 
+def anthropic_route() -> None:
+    """Anthropic's form: tools, a state of the system at the end that changes, and a stream."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"model": "policy", "max_tokens": 300, "system": [{"type": "text", "text": "You help."}]}
+    asked |= {"tools": [{"name": "add", "description": "Adds.", "input_schema": schema}]}
+    url, found = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", []
+
+    def send(messages: list[dict], **more) -> str:
+        body = json.dumps(asked | {"messages": messages} | more).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, body, {"x-api-key": KEY})) as answer:
+            return answer.read().decode()
+
+    messages = [user("add")]
+    state = {"role": "system", "content": "10 tokens left"}
+    answer = json.loads(send([*messages, state]))
+    thought, text, call = answer["content"]
+    found.append([thought["type"], text["text"], call["name"], call["input"], answer["stop_reason"]])
+    messages += [{"role": "assistant", "content": answer["content"]}]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "42"}]}
+    messages += [{"role": "user", "content": [result, {"type": "text", "text": "Go on."}]}]
+    lines = send([*messages, state | {"content": "5 tokens left"}], stream=True).splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [f"event: {each['type']}" for each in events] == [line for line in lines if line.startswith("event: ")]
+    said = "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta")
+    found.append([said, events[-2]["usage"]["cache_read_input_tokens"] > 0])
+    try:
+        send(messages, tool_choice={"type": "any"})
+    except urllib.error.HTTPError as error:
+        found.append([error.code, json.load(error)["error"]["type"]])
+    Path("found.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -347,3 +347,43 @@ def test_calls_of_tools(play, tokenizer):
     assert len(response.turns) == 3 and not response.segments
     first, end, _ = response.turns[2]
     assert tokenizer.decode(response.token_ids[first:end]) == "The rest", "trained up to where the text was complete"
+
+
+def test_anthropics_route(tokenizer):
+    problem = requests(tokenizer)[0].problem
+    options = program("anthropic_route", score=f"{GRADERS}:files", turn_tokens=None)
+    texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42."]
+    template = Template(tokenizer, (tokenizer.eos_token_id,))
+    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    assert json.loads(json.loads(response.score.reason)["files"]["found.json"]) == [
+        ["thinking", "So:", "add", {"a": 41}, "tool_use"],
+        ["It is 42.", True],
+        [400, "invalid_request_error"],
+    ], response.score
+    assert len(response.turns) == 2 and not response.segments
+    whole = tokenizer.decode([*response.prompt_ids, *response.token_ids])
+    assert whole.count("10 tokens left") == 1 and whole.index("10 tokens left") < whole.index("So: ")
+    assert whole.count("You help.") == 1 and whole.index("42") < whole.index("Go on.") < whole.index("5 tokens left")
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "segments"),
+    [
+        (
+            "compacting_agent",
+            ["<run>yes abc | head -c 3000</run>", "<run>yes d | head -c 3000</run>", "It said abc."],
+            2,
+        ),
+        ("sub_agents", ["I say 7."], 3),
+    ],
+)
+def test_the_examples_of_agents(tokenizer, name, texts, segments):
+    """A compacted history and sub-agents are segments of one episode, with one score."""
+    pytest.importorskip("openai")
+    file = HERE.parents[2] / f"examples/agents/{name}.py"
+    options = Program(kind="program", command=[sys.executable, str(file)], max_turns=20, score=f"{file}:grade")
+    template = Template(tokenizer, (tokenizer.eos_token_id,))
+    problem = requests(tokenizer)[0].problem
+    (response,) = scripted(options, template, [(problem, [*texts, "Answer:7"])], 9000, HERE / "never")
+    assert response.score.error is None and len(response.segments) == segments - 1, response.score
+    assert response.score.reward == float(name == "compacting_agent")
