@@ -87,6 +87,9 @@ class Decoder:
 
     def __post_init__(self):
         self.model = self.engine.model
+        self.takes_bias = (
+            attention.takes_bias(self.model.config, self.engine.dtype) and self.engine.device.type == "cpu"
+        )
 
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""
@@ -150,6 +153,10 @@ class Decoder:
     def _logits(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """[L, T] the next tokens, [L, S] the mask up to them -> [L, V] logits of those that follow."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        if ids.shape[1] == 1 and self.takes_bias:  # transformers would make a mask anew for each
+            mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))[
+                :, None, None
+            ]  # [L, 1, 1, S]
         hidden = self.model.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state

@@ -60,6 +60,23 @@ def test_logprobs_are_those_of_a_full_forward_pass(family, monkeypatch):
     assert len(lengths) > 3, "the rows should have ended at different times"
 
 
+def test_one_bias_for_all_layers_gives_what_transformers_masks_give(engine, monkeypatch):
+    given, sampling = some_requests(5), Sampling(max_tokens=12)
+    ours = answers(engine, given, sampling)
+    assert attention.takes_bias(engine.model.config, engine.dtype)
+    monkeypatch.setattr(attention, "takes_bias", lambda *_: False)
+    for id, theirs in answers(engine, given, sampling).items():
+        for one, other in zip(ours[id], theirs, strict=True):
+            assert one.token_ids == other.token_ids and np.allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_layers_that_see_less_keep_their_own_masks():
+    windows = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert not attention.takes_bias(windows, torch.float32)
+    assert not attention.takes_bias(CONFIGS["qwen3_5"], torch.float32)  # linear attention
+    assert not attention.takes_bias(CONFIGS["qwen3"], torch.bfloat16)
+
+
 def test_responses_of_truncated_sampling_carry_their_supports(model):
     """Log-probs are those over the support, which holds the token."""
     requests, sampling = some_requests(6), Sampling(30, 0.1, top_p=0.9, top_k=5, stop_token_ids=(STOP,))
