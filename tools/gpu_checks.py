@@ -336,6 +336,7 @@ def run(part: Callable[[], Iterator[Row]]) -> dict:
     try:
         for row in part():
             rows.append(row)
+            print(f"| | {' | '.join(row)} |", flush=True)  # of a part that is killed this is all
         status = "passed"
     except NotRun as reason:
         status = f"not run: {reason}"
@@ -381,7 +382,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_checks.json").write_text(json.dumps(results, indent=1))
     (args.out / "gpu_checks.md").write_text(table(results))
-    print("\n" + table(results))
     sys.exit(any(result["status"].startswith("FAILED") for result in results.values()))
 
 
