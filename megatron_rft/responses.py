@@ -25,6 +25,12 @@ class Prompt:
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
     question: str = ""  # `text` before the chat template; prompts with feedback or for a refiner are made from it
+    images: Any = None  # data.images.Pictures, if the data set has a column of images
+
+    @property
+    def images_key(self) -> int:
+        """By which ranks look up its images; -1 without any."""
+        return self.index if self.images and self.images.grids else -1
 
 
 @dataclass(frozen=True)

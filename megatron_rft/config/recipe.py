@@ -114,7 +114,25 @@ class Recipe(s.Section):
         if several != (self.data.teacher_field is not None):
             why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
+        if self.data.image_field:
+            self._check_images()
         self._check_precision()
+
+    def _check_images(self):
+        parts = {
+            f"trainer {self.trainer}": self.trainer not in ("rl", "sft"),
+            "an environment": self.environment,
+            "lora": self.lora,
+            "a critic": self.critic,
+            "a teacher": self.teaching,
+            "a dynamic constraint": self.refines,
+            "feedback": getattr(self.algorithm, "uses_feedback", False),
+            f"rollout.placement {self.rollout.placement}": self.rollout.placement != "colocated",
+            "batching.pack_sequences false": not self.batching.pack_sequences,
+            "model.precision fp8": self.model.precision == "fp8",
+        }
+        if found := [what for what, is_so in parts.items() if is_so]:
+            raise at("data.image_field", f"images are not supported with {' and '.join(found)}")
 
     def _check_environment(self, environment: environments.Base):
         turn, longest = environment.turn_tokens, self.rollout.max_response_tokens

@@ -5,6 +5,7 @@ and `optimizer` have megatron-core's names; other fields of its configuration cl
 """
 
 import inspect
+import math
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
@@ -315,6 +316,13 @@ class Data(Section):
     prompt_field: str = "question"
     answer_field: str = "answer"
     """RL: the reference answer for the verifier. SFT: the text to learn. Not used for data sets with an adapter."""
+    image_field: str | None = None
+    """The column of a prompt's images: one or a list, as `datasets` stores them, paths, bytes or base64. Each takes the
+    place of an <image> in the prompt; without any they come before its text. Needs a chat template."""
+    min_image_pixels: Count | None = None
+    """Smaller images are scaled up to this many pixels. None: as the model's processor says."""
+    max_image_pixels: Count | None = None
+    """Larger images are scaled down to this many pixels. None: as the model's processor says."""
     teacher_field: str | None = None
     """Distillation from several teachers: the field of a row of data.train that has its teacher's name."""
     prompt_template: str | None = None
@@ -341,6 +349,11 @@ class Data(Section):
             if self.differs(key) and all(source.adapter or getattr(source, key) for source in sources):
                 raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
         self.unused(not self.chat, "without chat: true", "chat_template_kwargs")
+        self.unused(not self.image_field, "without image_field", "min_image_pixels", "max_image_pixels")
+        if self.image_field and any(source.adapter for source in sources):
+            raise at("image_field", "an adapter does not keep a row's images: give a data set without one")
+        if (self.min_image_pixels or 0) > (self.max_image_pixels or math.inf):
+            raise at("min_image_pixels", f"{self.min_image_pixels} is more than max_image_pixels")
         if taken := CHAT_ARGUMENTS & self.chat_template_kwargs.keys():
             raise at(f"chat_template_kwargs.{min(taken)}", "is set by the program: give the template's variables only")
         _check_template(self.prompt_template)

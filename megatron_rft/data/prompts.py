@@ -8,8 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron_rft.data.adapters.mathematics import answer_text
 from megatron_rft.data.fields import Row
+from megatron_rft.data.images import ImageReader, Pictures
 from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
 from megatron_rft.data.rows import Rows
 from megatron_rft.records import Batch, Prompt
@@ -92,9 +95,11 @@ def demonstrations(
 
 def as_batch(demonstrations: list[Demonstration]) -> Batch:
     """Demonstrations as the records that objectives read."""
-    return Batch.of(
+    batch = Batch.of(
         [list(each.prompt.token_ids) for each in demonstrations], [list(each.response_ids) for each in demonstrations]
     )
+    keys = torch.tensor([each.prompt.images_key for each in demonstrations])
+    return batch if demonstrations[0].prompt.images is None else batch.with_sequences(images=keys)
 
 
 def reference_answer(value: Any) -> str:
@@ -134,13 +139,20 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     places = [Place(rows, index, source) for index, _ in indexed]
     _check_fields([row for _, row in indexed], places, form)
     questions = [question_of(row, form, place, tokenizer) for (_, row), place in zip(indexed, places, strict=True)]
-    texts = [question.rendered(tokenizer) for question in questions]
-    encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
+    images: list[Pictures | None] = [None] * len(questions)
+    if form.image_field:
+        reader = ImageReader.of(tokenizer, form.image_field, *form.image_pixels)
+        images = [reader.read(row, place) for (_, row), place in zip(indexed, places, strict=True)]
+    texts = [question.rendered(tokenizer, each) for question, each in zip(questions, images, strict=True)]
+    whole = [each.fill(text) if each else text for text, each in zip(texts, images, strict=True)]
+    encoded = encode(whole, tokenizer, [bool(question.chat) for question in questions])
     lengths, shown = [len(ids) for ids in encoded], plain_text(tokenizer).shown
     _check_lengths(lengths, places, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens, form.overlong)
     prompts = [
-        Prompt(index, tuple(ids), shown(text), _answer(row, form, place), _rest(row, form), shown(question.text))
-        for (index, row), place, question, text, ids in zip(indexed, places, questions, texts, encoded, strict=True)
+        Prompt(index, tuple(ids), shown(text), _answer(row, form, place), _rest(row, form), shown(question.text), each)
+        for (index, row), place, question, text, ids, each in zip(
+            indexed, places, questions, texts, encoded, images, strict=True
+        )
         if 0 < len(ids) <= form.max_prompt_tokens
     ]
     reasons = unusable | {
@@ -165,7 +177,8 @@ def _answer(row: Row, form: PromptFormat, place: Place) -> str:
 
 def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
     """The other fields; a list of messages is kept for `rendering.ask_again`."""
-    return {name: value for name, value in row.items() if name != form.prompt_field or form.has_messages(row)}
+    left = {form.image_field} | ({form.prompt_field} if not form.has_messages(row) else set())
+    return {name: value for name, value in row.items() if name not in left}
 
 
 def _check_fields(rows: list[Row], places: list[Place], form: PromptFormat) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.adapters.common import conversation
 from megatron_rft.data.fields import Fields, Row, check_scalar, not_finite
+from megatron_rft.data.images import Pictures, flattened, with_parts
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.plain_text import plain_text
@@ -42,6 +43,8 @@ class PromptFormat:
     max_prompt_tokens: int = 512
     overlong: Literal["drop", "error"] = "drop"
     answered: bool = True  # rows need an answer; false where tests or a reward model grade
+    image_field: str | None = None  # the column of a prompt's images
+    image_pixels: tuple[int | None, int | None] = (None, None)  # the least and most of an image; None: the processor's
     adapted: bool = False  # the rows are an adapter's: they may have a history, or be unusable
 
     @property
@@ -57,8 +60,10 @@ class PromptFormat:
         """The turns before the last, and the last one's text, if the prompt is a list of messages."""
         if not self.has_messages(row):
             return row.get("history", []) if self.adapted else [], None
+        messages = row[self.prompt_field]
         try:
-            return conversation(row[self.prompt_field], Fields(row, f"the field {self.prompt_field!r}", Path()))
+            messages = flattened(messages, place) if self.image_field else messages
+            return conversation(messages, Fields(row, f"the field {self.prompt_field!r}", Path()))
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
 
@@ -73,9 +78,11 @@ class Question(NamedTuple):
     place: object
     form: PromptFormat
 
-    def rendered(self, tokenizer: Any) -> str:
-        """As the model reads it, with control tokens of the row hidden."""
+    def rendered(self, tokenizer: Any, images: Pictures | None = None) -> str:
+        """As the model reads it, with control tokens of the row hidden, and one token for each of the `images`."""
         messages = [*self.history, {"role": "user", "content": self.text}]
+        if not self.chat and images:
+            raise DataError(f"{self.place}: images need a chat template: set data.chat=true")
         if not self.chat:
             return as_text(messages)
         if tokenizer.chat_template is None:
@@ -88,6 +95,7 @@ class Question(NamedTuple):
             variables["tools"] = tools
         elif tools:
             messages = described(messages, tools)
+        messages = with_parts(messages, len(images.grids), self.place) if images else messages
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug

@@ -24,6 +24,11 @@ def vision_of(config: Any) -> Any:
     return SimpleNamespace(**given) if isinstance(given, dict) else given
 
 
+def never_sampled(config: Any) -> tuple[int, ...]:
+    """Tokens that stand for what is seen, and that no response has."""
+    return (config.image_token_id, config.video_token_id) if sees(config) else ()
+
+
 def deep_layers(config: Any) -> int:
     """The number of first layers that get features of the tower of their own: Qwen3-VL's deepstack."""
     return len(getattr(vision_of(config), "deepstack_visual_indexes", ()))

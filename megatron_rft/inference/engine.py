@@ -106,7 +106,7 @@ class Request:
     n: int
     seed: int
     max_tokens: int | None = None  # a lower limit than the sampling's, for this request
-    problem: Prompt | None = None  # what the prompt asks, for environments; engines do not read it
+    problem: Prompt | None = None  # what the prompt asks, for environments; engines read its images alone
 
 
 @dataclass(frozen=True)

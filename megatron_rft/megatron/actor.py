@@ -39,7 +39,7 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import Mapping
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.families.shapes import experts
-from megatron_rft.families.towers import sees
+from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, seams, vision, weights
 from megatron_rft.megatron.balance import plan, plan_within
@@ -448,6 +448,7 @@ class Actor:
             "vocab_size": self.hf_config.vocab_size,
             "temperature": self.temperature,
             "block_bytes": self.batching.logprob_block_mib << 20,
+            "never": never_sampled(self.hf_config),
             "support": support and Support(*(send(x, self.device) for x in support)),
         }
         if names <= ALONE:

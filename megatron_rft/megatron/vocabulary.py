@@ -17,7 +17,7 @@ the engine kept are OUTSIDE, so that log-probs, entropies and divergences are ov
 included. OUTSIDE is finite, since an infinity times a probability of 0 would be NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class Blocks:
         temperature: float = 1.0,
         block_bytes: int = BLOCK_BYTES,
         support: Support | None = None,  # the tokens that truncated sampling kept, of all ranks' rows
+        never: Sequence[int] = (),  # tokens that are never sampled, such as those of images
     ):
         assert temperature > 0, f"temperature {temperature}: a greedy distribution has no log-probabilities"
         self.group, first = group, dist.get_rank(group) * len(weight) if group is not None else 0
@@ -56,6 +57,7 @@ class Blocks:
         fitting = block_bytes // (self.dtype.itemsize * max(len(hidden), 1))
         self.width = min(max(fitting // COLUMNS, 1) * COLUMNS, len(self.weight))
         self.truncated = support is not None
+        self.never = [token - first for token in never]
         if support is not None:
             rows = torch.arange(len(hidden), device=hidden.device)
             self.row = rows.repeat_interleave(support.lens, output_size=len(support.ids))  # [K]
@@ -71,7 +73,7 @@ class Blocks:
         """Return [N, columns] fp32 logits, which the caller may overwrite."""
         nothing = self.hidden.new_zeros(())
         product = torch.addmm(nothing, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale)
-        logits = product.to(self.dtype)
+        logits = self._without_never(product.to(self.dtype), rows)
         return self._truncate(logits, rows) if self.truncated else logits
 
     def logprobs(self, rows: slice, normalizer: Tensor) -> Tensor:
@@ -104,8 +106,16 @@ class Blocks:
         columns = self.weight[rows].t()
         assert not self.truncated, "extrapolation belongs to offline training, which has no truncated sampling"
         if self.hidden.is_cuda:
-            return torch.mm(self.hidden, columns, out_dtype=self.dtype).mul_(self.scale)
-        return torch.mm(self.hidden.to(self.dtype), columns.to(self.dtype)).mul_(self.scale)
+            product = torch.mm(self.hidden, columns, out_dtype=self.dtype)
+        else:
+            product = torch.mm(self.hidden.to(self.dtype), columns.to(self.dtype))
+        return self._without_never(product.mul_(self.scale), rows)
+
+    def _without_never(self, logits: Tensor, rows: slice) -> Tensor:
+        for token in self.never:
+            if rows.start <= token < rows.stop:
+                logits[:, token - rows.start] = OUTSIDE
+        return logits
 
     def target_columns(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return [N, 1] the target's column in this block (arbitrary if it is in another), and [N, 1] 1 if it is in

@@ -336,6 +336,8 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
             "weight_version": torch.tensor([response.weight_version for response in responses]),
         },
     )
+    if any(rollout.prompt.images is not None for rollout in rollouts):
+        batch = batch.with_sequences(images=torch.tensor([rollout.prompt.images_key for rollout in rollouts]))
     if responses and all(isinstance(response.routes, int) for response in responses):
         batch = batch.with_sequences(route=torch.tensor([response.routes for response in responses]))
     if any(len(response.segment_of) for response in responses):

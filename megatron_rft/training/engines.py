@@ -118,8 +118,8 @@ class EngineBuilder:
         `arguments`: vLLM's, for the refiner. `gpu_share`: of the device's memory; None if no other process uses the
         device.
         """
-        if sees(hf_config):
-            raise ConfigError(f"model.path: engines do not support {hf_config.model_type} models, only training does")
+        if sees(hf_config) and self.kind(hf_config) != "hf":
+            raise ConfigError(f"rollout.engine: only hf supports {hf_config.model_type} models, which read images")
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
             max_model_len=self.longest(hf_config),

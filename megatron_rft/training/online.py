@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
+from megatron_rft.data.images import PromptImages
 from megatron_rft.data.prompts import PromptSet
 from megatron_rft.data.rendering import ask_again
 from megatron_rft.data.stream import Stream
@@ -54,6 +55,8 @@ def train(recipe: Recipe) -> int:
     rows = ((prompt.index, prompt.fields) for prompt in prompts.prompts)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
     models = build_models(recipe, hf_config, objective, of_row)
+    if recipe.data.image_field:
+        models.actor.see(PromptImages(prompts.prompts))
     routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:

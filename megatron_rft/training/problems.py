@@ -48,6 +48,7 @@ class Problems:
         common["tools"] = schemas(self.environment) if self.environment else ()
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
+            common |= {"image_field": data.image_field, "image_pixels": (data.min_image_pixels, data.max_image_pixels)}
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
         known = DATASETS[source.adapter]
         # data.prompt_template ("Solve this math problem ...") does not fit benchmarks of another kind.

@@ -4,6 +4,7 @@ import math
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe
+from megatron_rft.data.images import PromptImages
 from megatron_rft.data.prompts import as_batch
 from megatron_rft.data.stream import Stream
 from megatron_rft.training import build
@@ -21,5 +22,7 @@ def train(recipe: Recipe) -> int:
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(answers) / size)
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     models = Models(build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature))
+    if recipe.data.image_field:
+        models.actor.see(PromptImages([answer.prompt for answer in answers]))
     objective = objectives.build(recipe.algorithm)
     return train_stored(recipe, tokenizer, models, objective, stream, size, steps, as_batch, dropped, {})

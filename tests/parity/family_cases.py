@@ -21,7 +21,7 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences
 from megatron_rft.families.shapes import experts, hf_shapes
 from megatron_rft.families.tables import family_of
-from megatron_rft.families.towers import sees
+from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.megatron import images, parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch
@@ -121,9 +121,10 @@ def reference(config, path: Path, batch: Batch, dtype=torch.float32):
         ids = torch.cat([one.prompt_ids, one.response_ids])[None]
         seen = Pictures(config).of_transformers(int(one.images), ids) if sees(config) else {}
         logits = model(ids, **seen).logits[0, len(one.prompt_ids) - 1 : -1].float() / TEMPERATURE
+        logits[:, never_sampled(config)] = -torch.inf
         found = logits.log_softmax(-1)
         logprobs.append(found.gather(-1, one.response_ids[:, None])[:, 0])
-        entropies.append(-(found.exp() * found).sum(-1))
+        entropies.append(-(found.exp() * found.clamp(min=-1e30)).sum(-1))
     logprobs = torch.cat(logprobs)
     (logprobs * batch.tokens["noise"]).sum().backward()
     return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model)

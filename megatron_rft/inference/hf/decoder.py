@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from megatron_rft.families.towers import never_sampled
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
 from megatron_rft.inference.hf import attention
+from megatron_rft.megatron.images import rope_positions
 from megatron_rft.records import Response
 from megatron_rft.utils.position import here
 
@@ -63,6 +65,34 @@ def _truncate(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     return ordered.masked_fill(cut, float("-inf")).log_softmax(-1), ids
 
 
+def seen_by(
+    problems: list[Any], prompts: list[Tensor], mask: Tensor, config: Any
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return the model's inputs for the images of `problems`, the positions of their `prompts` ([L, S], or [3, L, S]
+    with images), and by how much images change the positions behind them [L]."""
+    positions, later = (mask.cumsum(1) - 1).clamp(min=0), torch.zeros(len(mask), dtype=torch.long, device=mask.device)
+    pictures = [problem.images if problem and problem.images_key >= 0 else None for problem in problems]
+    if not any(pictures):
+        return {}, positions, later
+    positions, token = positions.expand(3, *positions.shape).clone(), config.image_token_id
+    for number, (each, ids) in enumerate(zip(pictures, prompts, strict=True)):
+        if each:
+            own = rope_positions(ids.cpu(), list(each.grids), token, config.vision_config.spatial_merge_size)
+            positions[:, number, -len(ids) :] = own.to(mask.device)
+            later[number] = own.max() + 1 - len(ids)
+    shown = [each for each in pictures if each]
+    ids = pad_sequence(prompts, True, padding_side="left", padding_value=0)
+    return (
+        {
+            "pixel_values": torch.cat([each.pixels() for each in shown]).to(mask.device),
+            "image_grid_thw": torch.tensor([grid for each in shown for grid in each.grids], device=mask.device),
+            "mm_token_type_ids": (ids == token).int(),
+        },
+        positions,
+        later,
+    )
+
+
 @dataclass
 class Unfinished:
     """A response that is being decoded."""
@@ -86,10 +116,9 @@ class Decoder:
     sampling: Sampling
 
     def __post_init__(self):
-        self.model = self.engine.model
-        self.takes_bias = (
-            attention.takes_bias(self.model.config, self.engine.dtype) and self.engine.device.type == "cpu"
-        )
+        self.model, self.never = self.engine.model, never_sampled(self.engine.config)
+        on_cpu = self.engine.device.type == "cpu" and not self.never
+        self.takes_bias = on_cpu and attention.takes_bias(self.model.config, self.engine.dtype)
 
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""
@@ -109,7 +138,7 @@ class Decoder:
         steps = rows[0].limit  # the largest
         u = np.stack([uniforms(row.request.seed, row.sample, steps) for row in rows])
         u, version = torch.from_numpy(u).to(self.model.device), self.engine.weight_version  # [L, steps]
-        logits, mask, cache = self._prefill(rows)  # [L, V], [L, S]
+        logits, mask, later, cache = self._prefill(rows)  # [L, V], [L, S], [L]
         for step in range(steps):
             tokens = self._append(rows, logits, u[:, step])
             for row in rows:
@@ -121,46 +150,54 @@ class Decoder:
                 return
             if len(left) <= len(rows) * 7 // 8:
                 rows, index = [rows[place] for place in left], torch.tensor(left, device=u.device)
-                tokens, mask, u = tokens[index], mask[index], u[index]
+                tokens, mask, later, u = tokens[index], mask[index], later[index], u[index]
                 cache.reorder_cache(index)
             if self.engine.on_step:
                 self.engine.on_step()
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            logits = self._logits(tokens[:, None], mask, cache)
+            logits = self._logits(tokens[:, None], mask, cache, (mask.sum(1) - 1 + later)[:, None])
             if self.sampling.routes:
                 for row, experts in zip(rows, self.engine.routes.last().numpy(force=True), strict=True):
                     row.experts.append(experts[None])  # of a row that has ended nobody reads them
             here.move()
 
-    def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, DynamicCache]:
-        """Return for each row the logits of its first token [L, V], the mask of its prompt [L, S], and the cache."""
+    def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
+        """Return for each row the logits of its first token [L, V], the mask of its prompt [L, S], by how much images
+        change the positions behind it [L], and the cache."""
         prompts = {row.request.id: torch.tensor(row.request.prompt_ids, device=self.model.device) for row in rows}
         places = {id: place for place, id in enumerate(prompts)}
         own = [places[row.request.id] for row in rows]
         ids = pad_sequence(list(prompts.values()), True, padding_side="left")  # [n, S]
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts.values()], True, padding_side="left")
         cache = attention.cache(self.model.config)
-        for part in torch.arange(ids.shape[1]).split(max(1, PREFILL_TOKENS // len(ids))):
-            logits = self._logits(ids[:, part], mask[:, : part[-1] + 1], cache)
+        shown = list({row.request.id: row.request.problem for row in rows}.values())
+        seen, positions, later = seen_by(shown, list(prompts.values()), mask, self.engine.config)
+        whole = ids.shape[1] if seen else max(1, PREFILL_TOKENS // len(ids))  # images are not cut
+        for part in torch.arange(ids.shape[1]).split(whole):
+            logits = self._logits(ids[:, part], mask[:, : part[-1] + 1], cache, positions[..., part], seen)
             if self.sampling.routes:
                 experts, real = self.engine.routes.last().unflatten(0, (len(ids), len(part))), mask[:, part].bool()
                 for row, place in zip(rows, own, strict=True):
                     row.experts.append(experts[place, real[place]].numpy(force=True))
         index = torch.tensor(own, device=ids.device)
         cache.reorder_cache(index)
-        return logits[index], mask[index], cache
+        return logits[index], mask[index], later[index], cache
 
-    def _logits(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """[L, T] the next tokens, [L, S] the mask up to them -> [L, V] logits of those that follow."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    def _logits(
+        self, ids: Tensor, mask: Tensor, cache: DynamicCache, positions: Tensor, seen: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """[L, T] the next tokens and their positions ([3, L, T] with images), [L, S] the mask up to them -> [L, V]
+        logits of those that follow."""
+        if self.never and positions.dim() == 2:
+            positions = positions.expand(3, *positions.shape)
+        options = {"position_ids": positions, "past_key_values": cache, "use_cache": True} | (seen or {})
         if ids.shape[1] == 1 and self.takes_bias:  # transformers would make a mask anew for each
-            mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))[
-                :, None, None
-            ]  # [L, 1, 1, S]
-        hidden = self.model.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        return self.model.get_output_embeddings()(hidden[:, -1])
+            bias = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))
+            mask = bias[:, None, None]  # [L, 1, 1, S]
+        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, **options).last_hidden_state
+        logits = self.model.get_output_embeddings()(hidden[:, -1])
+        logits[:, list(self.never)] = float("-inf")
+        return logits
 
     def _append(self, rows: list[Unfinished], logits: Tensor, u: Tensor) -> Tensor:
         """Sample a token for each row and return them: [L]."""

@@ -4,17 +4,19 @@ It supports the families of `families`: the logits of others may not be the outp
 The model's own forward computes everything.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from megatron_rft.conversion.folder import whole_config
 from megatron_rft.families.checks import why_unsupported
 from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import (
     Engine,
     EngineOptions,
@@ -49,8 +51,9 @@ class HFEngine(Engine):
     ):
         if refused := why_unsupported(config):
             raise DataError(refused)
+        kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # it changes its configuration
+            model = kind.from_config(whole_config(config), dtype=dtype)  # it changes its configuration
         model.tie_weights()  # `no_init_weights` skips it
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(attention.NAME)
@@ -61,7 +64,8 @@ class HFEngine(Engine):
                 buffer.data = buffer.data.float()  # as the trainer and vLLM have it
         self.routes = Routes(self.model)
         self.weight_version = -1
-        self.targets = hf_views(self.model)
+        self.config = config
+        self.targets = hf_views(self.model, config)
         shapes = {name: target.shape for name, target in self.targets.items()}
         self.validator = WeightValidator(shapes, config.model_type)
 
@@ -69,7 +73,7 @@ class HFEngine(Engine):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0:
             raise RunFailed("generation was asked for before any weights were loaded")
-        config = self.model.config
+        config = self.config
         positions = config.max_position_embeddings
         room = f"the model has {positions} positions (max_position_embeddings)"
         check_requests(requests, sampling, positions, room, config.vocab_size)
@@ -98,19 +102,22 @@ class HFEngine(Engine):
     def _to(self, device: torch.device) -> None:
         if self.device.type != "cpu":
             self.model.to(device)
-            self.targets = hf_views(self.model)
+            self.targets = hf_views(self.model, self.config)
             torch.cuda.empty_cache()
 
     def close(self) -> None:
         self.model, self.routes, self.targets, self.weight_version = None, None, {}, -1
 
 
-def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
+def hf_views(model: torch.nn.Module, config: PreTrainedConfig) -> dict[str, Tensor]:
     """Return views of the model's parameters by HF checkpoint name. transformers stores a layer's experts in two
     tensors, gate_up_proj [E, 2I, H] and down_proj [E, H, I]; checkpoints have three tensors for each expert."""
     views = {}
-    whole = hf_shapes(model.config)  # some families' checkpoints have the two tensors as well
+    whole = hf_shapes(config)  # some families' checkpoints have the two tensors as well
+    family = family_of(config)
     for name, parameter in model.named_parameters():  # a tied lm_head is not listed again
+        if family.tower:
+            name = name.replace("model.visual.", family.tower).replace("model.language_model.", family.prefix)
         layer, _, part = name.rpartition(".")
         if name in whole or not layer.endswith("experts"):
             views[name] = parameter.data

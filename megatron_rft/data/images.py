@@ -1,0 +1,189 @@
+"""Images of prompts, from a row's column to pixels.
+
+A prompt keeps its images as the row has them, encoded, or by path. The model's image processor is the only source of
+pixels and of the number of image tokens. PIL decodes; torchvision is not needed.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import math
+import warnings
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from megatron_rft.data.fields import Row
+from megatron_rft.utils.errors import DataError, first_line
+
+MARK = "<image>"  # of an image's place in a text
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL runs programs for some others
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+LEAST, MOST = 8, 1 << 26  # pixels of a side, and of an image
+
+Source = bytes | Path
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a prompt. `grids`: their patches in time, height and width."""
+
+    digest: str  # of the files' content
+    grids: tuple[Grid, ...]
+    sources: tuple[Source, ...] = field(repr=False, compare=False)
+    reader: "ImageReader" = field(repr=False, compare=False)
+
+    def pixels(self) -> Tensor:
+        """[patches, width]"""
+        return self.reader.process([decoded(source) for source in self.sources])["pixel_values"]
+
+    def fill(self, text: str) -> str:
+        """A template's text with as many image tokens for each image as it has features."""
+        token, merge = self.reader.token, self.reader.processor.merge_size
+        pieces = text.split(token)
+        if len(pieces) != len(self.grids) + 1:
+            raise DataError(f"the chat template writes {len(pieces) - 1} image tokens for {len(self.grids)} images")
+        runs = [token * (math.prod(grid) // merge**2) for grid in self.grids]
+        return "".join(piece + run for piece, run in zip(pieces, [*runs, ""], strict=True))
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows. `least`, `most`: limits of the pixels to which the processor scales; None: its own."""
+
+    processor: Any
+    token: str
+    column: str
+    least: int | None = None
+    most: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any, column: str, least: int | None, most: int | None) -> "ImageReader":
+        folder = Path(tokenizer.name_or_path)
+        if not (folder / "preprocessor_config.json").is_file():
+            raise DataError(f"data.image_field: {folder} has no preprocessor_config.json: its model reads no images")
+        processor = AutoImageProcessor.from_pretrained(folder)
+        return cls(processor, getattr(tokenizer, "image_token", "<|image_pad|>"), column, least, most)
+
+    def read(self, row: Row, place: Any) -> Pictures:
+        """The images in the row's column. Raises DataError."""
+        value = row.get(self.column)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        sources, images = [], []
+        for number, each in enumerate(values, 1):
+            try:
+                sources.append(source_of(each))
+                images.append(decoded(sources[-1]))
+            except ValueError as error:
+                which = f"image {number} of " if len(values) > 1 else ""
+                raise DataError(f"{place}: {which}the column {self.column!r} {error}") from None
+        try:
+            grids = tuple(map(tuple, self.process(images)["image_grid_thw"].tolist())) if images else ()
+        except ValueError as error:  # such as an extreme aspect ratio
+            raise DataError(f"{place}: the model's processor refuses {self.column!r}: {first_line(error)}") from None
+        content = b"".join(each if isinstance(each, bytes) else each.read_bytes() for each in sources)
+        return Pictures(hashlib.sha256(content).hexdigest(), grids, tuple(sources), self)
+
+    def process(self, images: list[Image.Image]) -> dict[str, Tensor]:
+        size = dict(self.processor.size)
+        limits = {
+            "shortest_edge": self.least or size["shortest_edge"],
+            "longest_edge": self.most or size["longest_edge"],
+        }
+        return self.processor(images=images, size=limits, return_tensors="pt")
+
+
+def source_of(value: Any) -> Source:
+    """An encoded image, or its path, of a value: bytes, a path, base64, or datasets' {"bytes", "path"}. Raises
+    ValueError, whose message continues the name of the column."""
+    if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"has {type(value).__name__} instead of an image: bytes, a path or base64")
+    if not value.startswith("data:") and len(value) < 4096 and Path(value).expanduser().is_file():
+        return Path(value).expanduser()
+    try:
+        return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"names no file, and is no base64: {value[:60]!r}") from None
+
+
+def decoded(source: Source) -> Image.Image:
+    """An RGB image, turned as its EXIF says, on white. Raises ValueError, as `source_of`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images, which are refused below
+            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        if image.width * image.height > MOST:
+            raise ValueError(f"has an image of {image.width} x {image.height}: more than {MOST} pixels")
+        if min(image.size) < LEAST:
+            raise ValueError(f"has an image of {image.width} x {image.height}: a side has at least {LEAST} pixels")
+        if getattr(image, "n_frames", 1) > 1:
+            raise ValueError(f"has an animation of {image.n_frames} frames: only still images are supported")
+        if image.mode not in MODES:
+            raise ValueError(f"has an image in mode {image.mode}: save it as RGB")
+        whole = ImageOps.exif_transpose(image).convert("RGBA")
+    except UnidentifiedImageError:
+        raise ValueError(f"is no image of a known format ({', '.join(FORMATS)})") from None
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL's for broken files
+        raise ValueError(f"has an image that cannot be decoded: {first_line(error)}") from None
+    return Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
+
+
+def flattened(messages: list[Any], place: Any) -> list[Any]:
+    """Messages whose contents are texts, with a mark in the place of each image."""
+    return [m | {"content": _text(m["content"], place)} if isinstance(m, dict) else m for m in messages]
+
+
+def _text(content: Any, place: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "image") or not isinstance(part.get("text") or "", str):
+            raise DataError(f"{place}: a part of a message is text or an image, not {str(part)[:60]}")
+        texts.append(MARK if kind == "image" else part.get("text") or "")
+    return "".join(texts)
+
+
+def with_parts(messages: list[dict[str, str]], count: int, place: Any) -> list[dict[str, Any]]:
+    """Messages for a chat template that shows images: one in the place of each mark, or, without marks, all before the
+    last text."""
+    marks = sum(message["content"].count(MARK) for message in messages)
+    if count and not marks:
+        messages = [*messages[:-1], messages[-1] | {"content": MARK * count + messages[-1]["content"]}]
+    elif marks != count:
+        raise DataError(f"{place}: the prompt has {marks} {MARK}, and its column of images has {count}")
+    return [message | {"content": _parts(message["content"])} for message in messages]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+class PromptImages:
+    """The images of prompts by the index of the prompt, for the trainer."""
+
+    def __init__(self, prompts: list[Any]):
+        self.pictures = {prompt.index: prompt.images for prompt in prompts}
+        self.pixels = lru_cache(maxsize=64)(self._pixels)
+
+    def grids(self, key: int) -> list[Grid]:
+        return list(self.pictures[key].grids)
+
+    def _pixels(self, key: int) -> Tensor:
+        return self.pictures[key].pixels()
