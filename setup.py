@@ -37,6 +37,7 @@ setup(
         "mpmath>=1.3",
         "networkx",  # torch requires it, too
         "rich>=13",
+        "cloudpickle>=3",  # functions of a notebook, for the processes of a run
         "matplotlib>=3.8",
         "jinja2>=3.1",  # the report's pages
         "numpy>=1.26",
@@ -52,6 +53,8 @@ setup(
             "tensorboard>=2.17",
             "wandb>=0.31",
             "peft>=0.21",  # LoRA is compared with it
+            "nbclient>=0.10",  # examples/notebook.ipynb
+            "ipykernel>=6.29",
             "gymnasium>=1.2",  # examples/agents/frozen_lake.py
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`

@@ -13,7 +13,7 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import HFFolder, Mapping, load_config, lora
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.conversion.convert import SourceCheckpoint
+from megatron_rft.conversion.convert import Conversion, SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
@@ -107,44 +107,53 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    source = find_source(args.source, args.like)
-    models.check_architecture(source.hf_config)
-    to = args.to or ("megatron" if source.format == "hf" else "hf")
-    if args.tensor_parallel and to == "hf":
-        raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
-    print(f"{source.path} ({source.format}) -> {args.out} ({to})", flush=True)
-    if to == "peft":
-        return write_peft(source, args)
-    report = conversion.convert(
-        source,
-        args.out,
-        to,
-        tensor_parallel=args.tensor_parallel or 1,
-        file_bytes=round(args.file_gib * 2**30),
-        check=partial(compare_logits, source) if args.logits else lambda _: None,
-    )
-    print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
-    print(f"digest of the model: {report.digest}")
+    report = convert(args.source, args.out, args.to, args.like, args.tensor_parallel, args.file_gib, args.logits)
+    if report is not None:
+        print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
+        print(f"digest of the model: {report.digest}")
     return FINISHED
 
 
-def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
+def convert(
+    path: str,
+    out: Path,
+    to: str | None = None,
+    like: str | None = None,
+    tensor_parallel: int | None = None,
+    file_gib: float = 4.0,
+    logits: bool = False,
+) -> Conversion | None:
+    """Convert the checkpoint at `path`. The arguments are those of the command line. Returns None for adapters in
+    PEFT's format."""
+    source = find_source(path, like)
+    models.check_architecture(source.hf_config)
+    to = to or ("megatron" if source.format == "hf" else "hf")
+    if tensor_parallel and to == "hf":
+        raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
+    print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
+    if to == "peft":
+        if logits or tensor_parallel:
+            raise ConfigError("--logits and --tensor-parallel do nothing with --to peft: leave them out")
+        return write_peft(source, out, like)
+    check = partial(compare_logits, source) if logits else lambda _: None
+    sizes = {"tensor_parallel": tensor_parallel or 1, "file_bytes": round(file_gib * 2**30)}
+    return conversion.convert(source, out, to, check=check, **sizes)
+
+
+def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
     """Write the adapters of a run's checkpoint in PEFT's format, and read them back."""
     if source.merged is None or not isinstance(source.merged.adapters, AdapterCheckpoint):
         raise ConfigError("--to peft: the source must be a run, or a checkpoint in its folder, that trains adapters")
-    if args.logits or args.tensor_parallel:
-        raise ConfigError("--logits and --tensor-parallel do nothing with --to peft: leave them out")
     trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
-    model = recipe.model.model_copy(update={"path": args.like or recipe.model.path})
+    model = recipe.model.model_copy(update={"path": like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)
-    with conversion.atomic_folder(args.out) as partial:
+    with conversion.atomic_folder(out) as partial:
         tensors = {name: trained(name) for name in trained.parts}
         lora.write(partial, tensors.items(), trained.options, str(model_folder(model.path).resolve()), base)
         written = lora.read(partial, trained.options, source.hf_config, base)
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
             raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")
     print(f"{len(tensors)} tensors of adapters: names, shapes and bits equal the source's")
-    return FINISHED
 
 
 def compare_logits(source: SourceCheckpoint, written: SourceCheckpoint) -> None:

@@ -32,6 +32,7 @@ REQUIRED = (
     "mpmath",
     "networkx",
     "rich",
+    "cloudpickle",
     "matplotlib",
     "jinja2",
     "numpy",

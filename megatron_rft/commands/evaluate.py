@@ -7,7 +7,6 @@ other benchmarks stay in the folder.
 
 import argparse
 import hashlib
-import json
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from megatron_rft import __version__
 from megatron_rft.commands.convert import find_source
-from megatron_rft.config import Recipe, RewardOptions, load
+from megatron_rft.config import Data, Evaluation, Recipe, RewardOptions
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.rewards import SECTIONS, OwnOptions
 from megatron_rft.conversion.convert import SourceCheckpoint
@@ -42,54 +41,67 @@ Weights = list[list[str | int]]
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
-    run_folder = Path(recipe.run.output_dir)
-    model = args.model or str(run_folder / "export")
-    source = find_source(model, args.like, "--model")
-    # `check` requires *.safetensors, which a Megatron checkpoint does not have, unless weights are random.
-    initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
-    model_options = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
-    recipe = load(args.recipe, [*args.overrides, *model_options])
-    check(recipe, starts=True)
-    out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
-    check_writable(out, "--out")
-    results = evaluate_model(recipe, source, out)
+    results, out = evaluate(recipe, args.model, args.like, args.out)
     print("\n".join([table(results), *(unjudged(each.summary()) for each in results if each.errors)]))
     print(f"results and completions: {out}")
     return FINISHED
 
 
-def evaluate_model(recipe: Recipe, source: SourceCheckpoint, folder: Path) -> list[EvalResult]:
-    """Evaluate the model `source` on data.validation, data.test and the benchmarks, with the recipe's tokenizer. Writes
-    results and completions into `folder`."""
-    parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
-    if not parts:
-        raise ConfigError(
-            "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
-            "example evaluation.benchmarks.math500=math500"
-        )
+def evaluate(
+    recipe: Recipe, name: str | None = None, like: str | None = None, out: Path | None = None
+) -> tuple[list[EvalResult], Path]:
+    """Evaluate a model on data.validation, data.test and the benchmarks, with the recipe's tokenizer. Returns the
+    results, and the folder with them and the completions. The arguments are those of the command line."""
+    name = name or str(Path(recipe.run.output_dir) / "export")
+    source = find_source(name, like, "--model")
+    # `check` requires *.safetensors, which a Megatron checkpoint does not have, unless weights are random.
+    initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
+    given = recipe.model.model_copy(update={"path": str(source.companions), "initialise": initialise})
+    recipe = recipe.model_copy(update={"model": given})
+    check(recipe, starts=True)
+    named = Path(name).name if source.format == "hf" else source.path.name
+    folder = out or Path(recipe.run.output_dir) / "evaluation" / named
+    check_writable(folder, "--out")
     tokenizer = build.load_tokenizer(recipe.model)
     problems = Problems(recipe.data, recipe.environment, recipe.evaluation.benchmarks)
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
-    loaded = {part: problems.prompts(part, tokenizer) for part in parts}
+    loaded = {part: problems.prompts(part, tokenizer) for part in parts_of(recipe.data, recipe.evaluation)}
     make_folder(folder, "--out")
     model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
     sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, None, tokenizer, None, recipe.run.seed)
-    evaluator = Evaluator(recipe.evaluation, problems, sampler, folder)  # engine and rewards: below
-    asked = {part: Asked.of(part, loaded[part], evaluator, recipe.reward, model) for part in parts}
+    evaluator = Evaluator(recipe.evaluation, problems, sampler, folder)  # engine and rewards: in `measured`
+    asked = {part: Asked.of(part, usable, evaluator, recipe.reward, model) for part, usable in loaded.items()}
+    results = measured(asked, evaluator, EngineBuilder.of(recipe), source, tokenizer)
+    write([*results, *others(folder, list(asked), model["weights"])], folder)
+    return results, folder
+
+
+def parts_of(data: Data, evaluation: Evaluation) -> list[str]:
+    parts = [part for part in ("validation", "test") if getattr(data, part)] + list(evaluation.benchmarks)
+    if not parts:
+        raise ConfigError(
+            "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
+            "example evaluation.benchmarks.math500=math500"
+        )
+    return parts
+
+
+def measured(
+    asked: dict[str, "Asked"], evaluator: Evaluator, builder: EngineBuilder, source: SourceCheckpoint, tokenizer: Any
+) -> list[EvalResult]:
+    """The result of each part. An engine is built if some completion is missing."""
     results = []
     with ExitStack() as stack:
         player = None
         if not all(question.answered for question in asked.values()):
-            builder = EngineBuilder.of(recipe)
             player = around(build_engine(builder, source), builder, tokenizer, stack)
         for part, question in asked.items():
             with nullcontext() if question.answered else closing(registry.build(question.reward)) as reward:
                 sampler = replace(evaluator.sampler, engine=player, reward=reward)
                 result = replace(evaluator, sampler=sampler).measure(part, question.prompts, question.cache)
                 results.append(replace(result, left_out=question.left_out))
-    write([*results, *others(folder, parts, model["weights"])], folder)
     return results
 
 

@@ -30,9 +30,7 @@ HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
     """Check the recipe, print its plan and, unless `args.dry_run`, run it. Returns the exit status."""
-    command = "generate" if recipe.trainer == "generate" else "train"
-    if args.command not in (command, "plan"):
-        raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
+    check_command(recipe.trainer, args.command)
     world_size, per_node, node = launcher.check_environment(args.nproc)
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
     starts = args.command != "plan"
@@ -73,6 +71,12 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
             return training.train(recipe)
 
         return work(recipe.run.output_dir, start)
+
+
+def check_command(trainer: str, command: str) -> None:
+    wanted = "generate" if trainer == "generate" else "train"
+    if command not in (wanted, "plan"):
+        raise UserError(f"this is a recipe of trainer {trainer}: run it with `megatron-rft {wanted}`")
 
 
 def lock(folder: Path, leads: bool, is_rank: bool) -> contextlib.AbstractContextManager:

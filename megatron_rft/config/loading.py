@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -26,9 +26,10 @@ from megatron_rft.config.messages import Place, explain
 from megatron_rft.config.one_of import LABEL, Choices
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.trainers import TRAINERS, WHOLE, validate
+from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError, first_line
 
-COMMAND_LINE = "the command line"
+COMMAND_LINE, CALL = "the command line", "the call"
 DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # in these sections an entry NAME is short for {path: NAME}
 Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
@@ -59,13 +60,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Recipe:
     """Load the recipe at `path` with its bases and the overrides, and run all checks that do not depend on the machine.
+
+    Args:
+        path: a YAML file, a recipe's content as nested mappings, or a recipe.
+        overrides: `section.option=value`, as on the command line.
+        sections: the same by section, stronger: `rollout={"group_size": 16}, pipo=None`. In both kinds of mappings a
+            function or a class may stand where a recipe names the user's code.
 
     Raises:
         ConfigError: one line per problem, with its file and option.
     """
-    layers = _files(Path(path), []) + [(COMMAND_LINE, parse_override(text)) for text in overrides]
+    path = path.model_dump(exclude_unset=True) if isinstance(path, Recipe) else path
+    layers = [(CALL, _plain(path))] if isinstance(path, Mapping) else _files(Path(path), [])
+    layers += [(COMMAND_LINE, parse_override(text)) for text in overrides] + [(CALL, _plain(sections))]
     merged: dict = {}
     for _, layer in layers:
         merged = _merge(merged, layer)
@@ -91,6 +100,15 @@ def _without_lost(merged: dict, layers: Layers) -> dict:
         for why, options in lost.items() if "RANK" not in os.environ else ():
             print(f"left out, as {why} them: {', '.join(options)}", file=sys.stderr)
     return merged
+
+
+def _plain(value: Any) -> Any:
+    """What YAML would have: code by its name, paths as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return user_code.here(value) if callable(value) else str(value) if isinstance(value, Path) else value
 
 
 def load_saved(path: Path) -> Recipe:
@@ -237,7 +255,7 @@ def _origin(place: Place, layers: Layers) -> str:
     """The strongest layer that sets this option, else the recipe itself."""
     if (number := _layer(place, layers)) >= 0:
         return layers[number][0]
-    return next(name for name, _ in reversed(layers) if name != COMMAND_LINE)
+    return next((name for name, _ in reversed(layers) if name not in (COMMAND_LINE, CALL)), CALL)
 
 
 def _layer(place: Place, layers: Layers) -> int:

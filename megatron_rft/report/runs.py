@@ -41,6 +41,19 @@ class RecordedRun:
     def steps(self) -> int:
         return max((record["step"] for record in self.records), default=0)
 
+    @property
+    def metrics(self) -> dict[str, list[float | None]]:
+        """The records as a table: for each metric a value of each record, None where it has none.
+        `pandas.DataFrame(run.metrics)` is one."""
+        names = dict.fromkeys(name for record in self.records for name in record)
+        return {name: [record.get(name) for record in self.records] for name in names}
+
+    @property
+    def episodes(self) -> list[dict[str, Any]]:
+        """The recorded samples of several turns, each with its `step`."""
+        samples = [{"step": line["step"]} | sample for line in self.samples for sample in line["samples"]]
+        return [sample for sample in samples if sample.get("turns")]
+
     def of(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
         points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]

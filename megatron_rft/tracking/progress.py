@@ -3,7 +3,10 @@
 It shows those metrics of SHOWN that a step has, so one display serves every trainer.
 """
 
+import html
 import math
+import re
+import shutil
 import sys
 import time
 from collections import deque
@@ -228,3 +231,40 @@ def make_progress(kind: str, total_steps: int, title: str) -> Progress:
     if kind == "rich":
         return RichProgress(total_steps, title)
     return {"plain": PlainProgress, "none": Progress}[kind](total_steps)
+
+
+class StepBar:
+    """Shows the output of a run in another process: a line of PlainProgress moves a bar, the others are printed. In a
+    notebook the bar is HTML, on a terminal the last line; elsewhere there is none."""
+
+    def __init__(self) -> None:
+        self._notebook, self._bar = "ipykernel" in sys.modules, None
+
+    def show(self, line: str) -> bool:
+        """Whether the line is of a step."""
+        step = re.match(r"step +(\d+)/(\d+)  ", line)
+        if step and self._notebook:
+            value, most = step.groups()
+            self._draw(f"<progress value={value} max={most}></progress> <code>{html.escape(line)}</code>")
+        elif step and sys.stdout.isatty():
+            done = round(20 * int(step[1]) / max(int(step[2]), 1))
+            self._bar = f"\r\x1b[K[{'#' * done:20}] {line}"[: shutil.get_terminal_size().columns + 4]
+            print(self._bar, end="", flush=True)
+        else:
+            self.close()
+            print(line, flush=True)
+        return bool(step)
+
+    def _draw(self, page: str) -> None:
+        from IPython.display import HTML, display
+
+        if self._bar is None:
+            self._bar = display(HTML(page), display_id=True)
+        else:
+            self._bar.update(HTML(page))
+
+    def close(self) -> None:
+        """End the line of a terminal's bar."""
+        if isinstance(self._bar, str):
+            print()
+            self._bar = None

@@ -1,15 +1,20 @@
 """Loads the user's code that a recipe names: `my_file.py:Name`, or `my_module:Name`. Imports no torch.
 
-A file's path is relative to the working directory, which is also searched for modules.
+A file's path is relative to the working directory, which is also searched for modules. A Python session that calls the
+package may give functions and classes themselves: `here` stores them where the processes of its runs find them.
 """
 
+import atexit
 import importlib
 import importlib.util
 import inspect
 import os
+import pickle
 import random
+import shutil
 import sys
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,10 +22,52 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rft.utils.errors import CodeError, ConfigError, did_you_mean
+from megatron_rft.utils.errors import CodeError, ConfigError, did_you_mean, first_line
 
 SURROGATE = "it has half of a surrogate pair, which no file and no tokenizer takes: leave it out"
+SESSION = "session:"  # names of a session's code begin with it
+FOLDER = "MEGATRON_RFT_SESSION"  # environment variable: where that code is stored
 STDLIB, LIBRARY = sysconfig.get_path("stdlib"), "site-packages"
+
+
+def here(code: Any) -> str:
+    """Store a function or a class of this session for the processes of its runs. Returns its name in recipes.
+
+    Raises:
+        ConfigError: it holds what another process cannot have, such as a lock or an open file.
+    """
+    import cloudpickle
+
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="megatron-rft-session-")
+        atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+    name = code.__name__.strip("<>")
+    try:
+        Path(os.environ[FOLDER], name).write_bytes(cloudpickle.dumps(code))
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be sent to the processes of a run ({first_line(error)}): {in_a_file(name)}"
+        ) from None
+    return SESSION + name
+
+
+def in_a_file(name: str) -> str:
+    return f"write it to a file (in a notebook: %%writefile my_code.py) and name it my_code.py:{name}"
+
+
+def _stored(named: str, option: str) -> Any:
+    """What `here` has stored."""
+    name = named.removeprefix(SESSION)
+    try:
+        return pickle.loads(Path(os.environ.get(FOLDER, "-"), name).read_bytes())
+    except OSError:
+        raise ConfigError(
+            f"{option}: {name} is of a Python session that has ended: give it again, or {in_a_file(name)}"
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"{option}: {name} cannot be loaded in another process ({first_line(error)}): {in_a_file(name)}"
+        ) from None
 
 
 def load(named: str, option: str) -> Any:
@@ -30,6 +77,8 @@ def load(named: str, option: str) -> Any:
         ConfigError: there is no such file, module or name, or importing it fails.
     """
     module, colon, name = named.rpartition(":")
+    if named.startswith(SESSION):
+        return _stored(named, option)
     if not (module and colon and name.isidentifier()):
         raise ConfigError(f"{option}: {named!r} names no code: write my_file.py:Name, or my_module:Name")
     imported = _import(module, option)
@@ -69,6 +118,8 @@ def broken(function: Callable[..., Any], value: Any, fix: str) -> CodeError:
 def source(named: str) -> Path | None:
     """The file of the code that `load` loads, if it has one."""
     module = named.rpartition(":")[0]
+    if named.startswith(SESSION):
+        return Path(os.environ.get(FOLDER, "-"), named.removeprefix(SESSION))
     if module.endswith(".py"):
         return Path(module)
     _search_working_directory()
