@@ -8,6 +8,7 @@ responses, and each part computes the prompt again. Costs count the computed tok
 
 import heapq
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -39,11 +40,11 @@ def plan(
     """Return [dp][micro-batch] -> positions in `batch`.
 
     Every rank gets the same number of micro-batches (pipeline and expert parallelism need that), a multiple of
-    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not split. A
-    micro-batch may be empty.
+    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not split: one beyond
+    the budget, as an episode of many segments may be, is alone in a micro-batch. A micro-batch may be empty.
     """
     costs = Costs(batch, share_prompts)
-    groups = _groups(batch, costs)
+    groups = _groups(batch, costs, token_budget)
     share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
     # Groups in smaller parts than the budget requires may balance the ranks better.
     caps = (token_budget, min(token_budget, math.ceil(share / 2)))
@@ -66,15 +67,16 @@ def plan_within(
     ]
 
 
-def _groups(batch: Batch, costs: Costs) -> list[list[Unit]]:
-    """Return the units of the batch, grouped by their prompts."""
+def _groups(batch: Batch, costs: Costs, token_budget: int) -> list[list[Unit]]:
+    """Return the units of the batch, grouped by their prompts; one beyond the budget is a group of its own."""
     _, number = batch.units.unique(return_inverse=True)
     units: list[Unit] = [[] for _ in range(int(number.max()) + 1 if len(number) else 0)]
     for position, unit in enumerate(number.tolist()):
         units[unit].append(position)
-    groups: dict[frozenset[int], list[Unit]] = {}
+    groups: dict[Hashable, list[Unit]] = {}
     for unit in units:
-        groups.setdefault(frozenset(costs.prompts[position] for position in unit), []).append(unit)
+        prompts = frozenset(costs.prompts[position] for position in unit)
+        groups.setdefault((prompts, unit[0] if costs(unit) > token_budget else None), []).append(unit)
     return list(groups.values())
 
 
@@ -84,13 +86,14 @@ def _plan(
     """Return the micro-batches of all ranks, the heaviest first."""
     pieces = [piece for group in groups for piece in _cut(group, costs, cap)]
     cost = [costs(piece) for piece in pieces]
+    least = (min(each, token_budget) for each in cost)
     alone = sum(2 * each > token_budget for each in cost)  # no two of these fit into one micro-batch
-    per_rank = max(1, math.ceil(sum(cost) / (token_budget * dp_size)), math.ceil(alone / dp_size))
+    per_rank = max(1, math.ceil(sum(least) / (token_budget * dp_size)), math.ceil(alone / dp_size))
     per_rank = math.ceil(per_rank / count_multiple) * count_multiple
     while True:
         bins = _balanced(cost, dp_size * per_rank)
-        heaviest = max((sum(cost[piece] for piece in content) for content in bins), default=0)
-        if heaviest <= token_budget or per_rank >= len(cost):
+        fits = (len(content) < 2 or sum(cost[piece] for piece in content) <= token_budget for content in bins)
+        if all(fits) or per_rank >= len(cost):
             break
         per_rank += count_multiple
     return [[position for piece in content for position in pieces[piece]] for content in bins]

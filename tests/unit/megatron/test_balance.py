@@ -1,5 +1,6 @@
 """The distribution of sequences over micro-batches: each once, within the budget, balanced, groups together."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,15 @@ def test_units_stay_together():
 
 
 shapes = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), min_size=1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_beyond_the_budget_is_alone_and_costs_the_others_nothing(shared):
+    whole = groups((10, [200, *[5] * 8]), (4, [6] * 3))
+    (share,) = plan(whole, 1, token_budget=80, share_prompts=shared)
+    loads = sorted(Costs(whole, shared)(index.tolist()) for index in share)
+    assert [0] in [index.tolist() for index in share]
+    assert len(share) == (2 if shared else 3) and max(loads[:-1]) <= 80 and loads[-1] == 209
 
 
 @given(shapes=shapes, dp=st.integers(1, 4), multiple=st.sampled_from([1, 2]))
