@@ -2,7 +2,7 @@
 
 import zlib
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.math import MathReward
 
 VERIFIER = MathReward()

@@ -41,7 +41,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     leads = os.environ["RANK"] == "0" if started_elsewhere else not is_rank and node.index == 0
     if started_elsewhere and recipe.faults.hang_s is not None:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
-    check_user_code(recipe)
+    if not is_rank or started_elsewhere:
+        check_user_code(recipe)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):

@@ -34,8 +34,8 @@ class Call:
 class RewardProcess(WorkerProcess):
     """One process. Whenever it is free it gets all calls that wait, in one message."""
 
-    def __init__(self, options: dict[str, Any], timeout_s: float):
-        super().__init__("megatron_rft.rewards.worker", options, timeout_s, None, "reward", LIMIT)
+    def __init__(self, options: dict[str, Any]):
+        super().__init__("megatron_rft.rewards.worker", options, options["timeout_s"], None, "reward", LIMIT)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="user_reward")
         self.waiting: deque[Call] = deque()
 
@@ -88,8 +88,8 @@ class RewardProcess(WorkerProcess):
         return [*alone.values(), [call for call in left if begun and call not in begun]]
 
     def _key(self, call: Call) -> int:
-        """Calls of equal keys are one call of the function."""
-        return call.unit if self.about["lists"] else id(call)
+        """Calls of equal keys are one call of the function: of a unit, if it takes lists."""
+        return call.unit if self.about else id(call)
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -107,20 +107,10 @@ class UserReward(Reward):
         CodeError: what it returned can never be used.
     """
 
-    def __init__(
-        self,
-        function: str,
-        maximum: float | None = None,
-        signature: str | None = None,
-        processes: int = 1,
-        timeout_s: float = 60.0,
-        memory_mb: int | None = None,
-        at_once: int | None = None,
-    ):
+    def __init__(self, maximum: float | None, processes: int, **options: Any):
+        """`options`: those of `worker.Grader`."""
         self.maximum = math.inf if maximum is None else maximum
-        options = {"function": function, "signature": signature, "timeout_s": timeout_s}
-        options |= {"memory_mb": memory_mb, "at_once": at_once}
-        self.members = [RewardProcess(options, timeout_s) for _ in range(processes)]
+        self.members = [RewardProcess(options) for _ in range(processes)]
         self.units = itertools.count()
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_rft.responses import Prompt
-from megatron_rft.rewards.signatures import OPTION, SIGNATURES, Signature, check
+from megatron_rft.rewards.signatures import LISTS, OPTION, call, check, results
 from megatron_rft.rewards.user_reward import LIMIT, checked_score, where
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import CodeError, ConfigError
@@ -36,7 +36,7 @@ class Grader:
         if memory_mb:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         self.name, self.timeout_s, self.function = function, timeout_s, user_code.load(function, OPTION)
-        self.signature: Signature = SIGNATURES[check(self.function, signature, function)]
+        self.signature = check(self.function, signature, function)
         self.waits = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         if at_once and not self.waits:
             raise ConfigError(
@@ -47,14 +47,14 @@ class Grader:
 
     def answer(self, send: Send, rows: list[Row]) -> None:
         """Grade each row; with a function of lists, those of a unit together."""
-        units = groupby(rows, key=lambda row: row[1] if self.signature.lists else row[0])
+        units = groupby(rows, key=lambda row: row[1] if self.signature in LISTS else row[0])
         calls = [list(unit) for _, unit in units]
         try:
             if self.waits:
                 self.loop.run_until_complete(self._all(send, calls))
-            for call in [] if self.waits else calls:
-                begin(send, call)
-                end(send, call, self._judged(call))
+            for unit in [] if self.waits else calls:
+                begin(send, unit)
+                end(send, unit, self._judged(unit))
         except CodeError as error:
             send(failure(error))
 
@@ -93,10 +93,11 @@ class Grader:
         return failed
 
     def _result(self, rows: list[Row]) -> Any:
-        return self.signature.call(self.function, [row[2] for row in rows], [row[3] for row in rows])
+        return call(self.signature, self.function, [row[2] for row in rows], [row[3] for row in rows])
 
     def _scores(self, rows: list[Row], result: Any) -> list[dict[str, Any]]:
-        return [checked_score(each, self.function) for each in self.signature.results(self.function, result, len(rows))]
+        several = results(self.signature, self.function, result, len(rows))
+        return [checked_score(each, self.function) for each in several]
 
     def _failed(self, rows: list[Row], error: BaseException) -> list[dict[str, Any]]:
         """The scores of responses on which the function raised. What can never be used is raised again."""
@@ -109,9 +110,9 @@ class Grader:
         return where(self.name, rows[0][2], rows[0][3])
 
 
-def made(**options: Any) -> tuple[Callable[..., None], dict[str, bool]]:
+def made(**options: Any) -> tuple[Callable[..., None], bool]:
     grader = Grader(**options)
-    return grader.answer, {"lists": grader.signature.lists}
+    return grader.answer, grader.signature in LISTS
 
 
 def begin(send: Send, rows: list[Row]) -> None:

@@ -173,5 +173,5 @@ def as_verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(right), "acc": right, "pred": solution_str}
 
 
-def as_verl_number(data_source, solution_str, ground_truth, extra_info=None):
+def as_verl_number(solution_str, ground_truth, **others):
     return ground_truth in solution_str
