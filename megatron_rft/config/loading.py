@@ -78,7 +78,20 @@ def load(path: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str]
     merged: dict = {}
     for _, layer in layers:
         merged = _merge(merged, layer)
-    return _validated(_without_lost(merged, layers), layers)
+    return _validated(_without_lost(_without_vllm(merged, layers), layers), layers)
+
+
+def _without_vllm(merged: dict, layers: Layers) -> dict:
+    """`merged` without what a base says to vLLM, where a stronger layer chooses the hf engine. Says so in a line."""
+    options, rollout = merged.get("vllm"), merged.get("rollout")
+    if isinstance(options, dict) and isinstance(rollout, dict) and rollout.get("engine") == "hf":
+        chosen = _layer(("rollout", "engine"), layers)
+        given = {option: _layer(("vllm", option), layers) for option in options}
+        lost = [each for each, by in given.items() if 0 <= by < chosen and layers[by][0] != layers[chosen][0]]
+        if lost and "RANK" not in os.environ:
+            print(f"left out, as rollout.engine is hf: vllm.{', vllm.'.join(lost)}", file=sys.stderr)
+        merged["vllm"] = {option: value for option, value in options.items() if option not in lost}
+    return merged
 
 
 def _without_lost(merged: dict, layers: Layers) -> dict:

@@ -102,6 +102,13 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
     assert told == "vllm.max_model_len: does nothing with rollout.engine hf"
 
 
+def test_the_hf_engine_leaves_out_what_a_base_says_to_vllm(recipe, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "here.yaml").write_text(f"base: {recipe}\nvllm: {{max_model_len: 2000, seed: null}}\n")
+    assert load(tmp_path / "here.yaml", ["rollout.engine=hf"]).vllm == vllm.Vllm()
+    assert capsys.readouterr().err == "left out, as rollout.engine is hf: vllm.max_model_len\n"
+    assert load(tmp_path / "here.yaml", []).vllm.max_model_len == 2000
+
+
 @with_vllm
 @pytest.mark.parametrize(
     "override, words",
