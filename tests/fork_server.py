@@ -3,7 +3,8 @@
 Importing them takes ten seconds of processor time, and the tests start a hundred runs. A server process imports them
 once and forks for each start. What comes of it is a real process: it has a pid and a process group of its own, it is a
 child of the test's process, and it can be frozen, signalled and killed. Its ranks are forked as well. `Forked` takes
-the place of `subprocess.Popen`.
+the place of `subprocess.Popen`. The engine processes of a run are forked from a small server of the run's own, which
+it forks before anything else.
 
 What a fork cannot show is that a new interpreter can import the package. The tests that start `python -m megatron_rft`
 for real show that (`tests/slurm`, and `forked=False` in `tests/integration/tiny.py`). The command line and the
@@ -12,6 +13,7 @@ environment in /proc are the server's.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -22,12 +24,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rft.utils.processes import PR_SET_CHILD_SUBREAPER, die_with, parent_of
+from megatron_rft.utils.processes import ENDING, PR_SET_CHILD_SUBREAPER, STOP_SIGNALS, die_with, parent_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -47,7 +50,12 @@ IMPORTED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PR_SET_NAME = 15  # linux/prctl.h
 MAXIMUM_REQUEST = 1 << 20  # bytes
+ENGINE = [sys.executable, "-m", "megatron_rft.inference.process_worker"]
+
+
+subprocess_popen = subprocess.Popen  # `become` puts ForkedHere in its place
 
 
 class Forked(subprocess.Popen):
@@ -55,30 +63,49 @@ class Forked(subprocess.Popen):
     it."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
-        pipes = rest[3:9]  # after startupinfo, creationflags and shell: those of stdin, stdout and stderr, two each
-        request = {"command": [str(word) for word in args], "environment": dict(os.environ if env is None else env)}
-        self.pid = server().start(request | {"folder": str(cwd or os.getcwd())}, pipes[3], pipes[5])
+        self._forked(server(), rest[3:9], request(args, env, cwd))
+
+    def _forked(self, by: "Server", pipes: tuple[int, ...], asked: dict, pass_fds: tuple[int, ...] = ()) -> None:
+        """`pipes`: those of stdin, stdout and stderr, two each."""
+        self.pid = by.start(asked, pipes[3], pipes[5], pass_fds)
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
-class ForkedHere(subprocess.Popen):
-    """The same in a process that was forked from the server, for the runs and ranks that it starts. Other commands
-    start as usual."""
+class ForkedEngine(Forked):
+    """The same for engine processes; other commands start as usual."""
+
+    engines: "Server | None" = None  # the server of a process that was forked itself
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
+        if list(args[:3]) == list(ENDING) and list(args[4:7]) == ENGINE:
+            asked = request(args[4:], env, cwd) | {"parent": int(args[3]), "inherited": list(pass_fds)}
+            return self._forked(self.engines or server(), rest[3:9], asked, pass_fds)
+        return subprocess_popen._execute_child(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+        )
+
+
+class ForkedHere(ForkedEngine):
+    """The same in a process that was forked from the server, also for the runs and ranks that it starts."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         if not is_ours(args, env):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         pipes = rest[3:9]
-        request = {
-            "command": args,
-            "environment": dict(os.environ if env is None else env),
-            "folder": cwd or os.getcwd(),
-        }
         outputs = [own if given == -1 else given for own, given in ((1, pipes[3]), (2, pipes[5]))]
-        self.pid = fork(lambda: detached(request, outputs, [each for each in pipes if each != -1]))
+        others = [each for each in pipes if each != -1]
+        self.pid = fork(lambda: detached(request(args, env, cwd), outputs, others))
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+def request(command: list, environment: dict[str, str] | None, folder: object) -> dict:
+    return {
+        "command": [str(word) for word in command],
+        "environment": dict(os.environ if environment is None else environment),
+        "folder": str(folder or os.getcwd()),
+    }
 
 
 def is_ours(command: object, environment: dict[str, str] | None) -> bool:
@@ -89,30 +116,22 @@ def is_ours(command: object, environment: dict[str, str] | None) -> bool:
 
 
 class Server:
-    """The test's side of the server, which dies with this process."""
+    """The side of the process that asks the server, which dies with it."""
 
-    def __init__(self):
-        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid())],
-                env=os.environ | ENVIRONMENT | NO_THREADS,
-                cwd=ROOT,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+    def __init__(self, connection: socket.socket, process: subprocess.Popen | None = None):
+        self.socket, self.process = connection, process
 
-    def start(self, request: dict, stdout: int, stderr: int) -> int:
+    def start(self, asked: dict, stdout: int, stderr: int, inherited: tuple[int, ...] = ()) -> int:
         """The pid of a child of this process. The parent that forked it has ended, and this process adopts orphans."""
         kernel = ctypes.CDLL(None)
         kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
             out, err = (own if given == -1 else given for own, given in ((1, stdout), (2, stderr)))
-            socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
+            socket.send_fds(self.socket, [json.dumps(asked).encode()], [out, err, *inherited])
             answer = self.socket.recv(MAXIMUM_REQUEST)
         finally:
             kernel.prctl(PR_SET_CHILD_SUBREAPER, 0)
-        assert answer, f"the fork server has ended with status {self.process.wait(timeout=60)}"
+        assert answer, f"the fork server has ended with status {self.process and self.process.wait(timeout=60)}"
         pid = int(answer)
         assert parent_of(pid) == os.getpid()
         return pid
@@ -121,12 +140,31 @@ class Server:
 @cache
 def server() -> Server:
     """The server of this process, ready."""
-    return Server()
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        command = [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid())]
+        environment = os.environ | ENVIRONMENT | NO_THREADS
+        options = {"cwd": ROOT, "pass_fds": [other.fileno()], "start_new_session": True}
+        return Server(mine, subprocess_popen(command, env=environment, **options))
+
+
+def server_of_engines() -> Server:
+    """A server that is a fork of this process as it is now. It ignores stop signals, as an engine does."""
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        os.setsid(), mine.close()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        die_with(parent)
+        end_with(lambda: serve(other))
+    other.close()
+    return Server(mine)
 
 
 def serve(connection: socket.socket) -> None:
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, MAXIMUM_REQUEST, 2)
+        message, descriptors, _, _ = socket.recv_fds(connection, MAXIMUM_REQUEST, 8)
         if not message:
             return
         connection.send(str(orphan(json.loads(message), descriptors, connection)).encode())
@@ -134,12 +172,12 @@ def serve(connection: socket.socket) -> None:
             os.close(each)
 
 
-def orphan(request: dict, descriptors: list[int], connection: socket.socket) -> int:
-    """The pid of a process without a parent; the kernel makes it a child of the test's process."""
+def orphan(asked: dict, descriptors: list[int], connection: socket.socket) -> int:
+    """The pid of a process without a parent; the kernel makes it a child of the process that asks."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = fork(lambda: detached(request, descriptors, [connection.fileno(), reader, writer]))
+        pid = fork(lambda: detached(asked, descriptors, [connection.fileno(), reader, writer]))
         os.write(writer, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
@@ -148,14 +186,23 @@ def orphan(request: dict, descriptors: list[int], connection: socket.socket) -> 
     return pid
 
 
-def detached(request: dict, outputs: list[int], others: list[int]) -> None:
-    """`become`, with `outputs` as stdout and stderr."""
-    for number, given in enumerate(outputs, start=1):
-        os.dup2(given, number)
-    for each in {*outputs, *others} - {1, 2}:
+def detached(asked: dict, descriptors: list[int], others: list[int]) -> None:
+    """`become`, with `descriptors` as stdout and stderr, and then as those that the command expects."""
+    numbers = [1, 2, *asked.get("inherited", ())]
+    away = [fcntl.fcntl(each, fcntl.F_DUPFD, 64 + max(numbers)) for each in descriptors]
+    for each in {*descriptors, *others} - {1, 2}:
         os.close(each)
-    os.chdir(request["folder"])
-    become(request["command"], request["environment"])
+    for number, each in zip(numbers, away, strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(asked["folder"])
+    if parent := asked.get("parent"):  # a helper: see utils/end_with_parent.py
+        while os.getppid() != parent and Path(f"/proc/{parent}").exists():
+            time.sleep(0.001)  # until it is an orphan
+        die_with(parent)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    become(asked["command"], asked["environment"], helper=bool(parent))
 
 
 def fork(action) -> int:
@@ -191,8 +238,10 @@ def end_with(action) -> None:
         os._exit(status)
 
 
-def become(command: list[str], environment: dict[str, str]) -> None:
+def become(command: list[str], environment: dict[str, str], helper: bool = False) -> None:
     """Run `python -m MODULE ...` or `python SCRIPT ...` in this process."""
+    if not helper:
+        ForkedEngine.engines = server_of_engines()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # as in a new interpreter, it follows TMPDIR
@@ -201,6 +250,8 @@ def become(command: list[str], environment: dict[str, str]) -> None:
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
     if command[1] == "-m":
+        name = command[2].rpartition(".")[2][:15]
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())  # what is left to tell it by
         sys.argv = command[2:]
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     else:

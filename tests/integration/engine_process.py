@@ -11,14 +11,16 @@ ENGINES = (b"megatron_rft.inference.process_worker", b"megatron_rft.utils.proces
 
 def engine() -> int:
     """An engine process that this process started, or that a server of it started."""
-    pids = children(os.getpid())
-    return innermost(next(pid for pid in pids if any(part in name(pid) for part in ENGINES)))
+    return innermost(next(pid for pid in children(os.getpid()) if is_engine(pid)))
 
 
-def name(pid: int) -> bytes:
+def is_engine(pid: int) -> bool:
+    """Whether it is an engine's process or a server's, also one that was forked (tests/fork_server.py)."""
     with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+        process = Path(f"/proc/{pid}")
+        command, name = ((process / each).read_bytes() for each in ("cmdline", "comm"))
+        return name.strip() == b"process_worker" or any(part in command for part in ENGINES)
+    return False
 
 
 def innermost(pid: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.engine_process import is_engine
 from tests.integration.test_kill_and_resume import disturbed, terminate, wait_for_step
 from tests.integration.tiny import metrics, start, train, wait_until, write_recipe
 
@@ -35,9 +36,9 @@ def engines_of(run: Path) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            if b"megatron_rft.inference.process_worker" in words and (folder / "fd/1").readlink().is_relative_to(run):
-                found.append(int(folder.name))
+            pid = int(folder.name) if folder.name.isdigit() else 0
+            if pid and is_engine(pid) and (folder / "fd/1").readlink().is_relative_to(run):
+                found.append(pid)
     return found
 
 

@@ -3,6 +3,7 @@ this process."""
 
 import os
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.processes import children
+from tests.fork_server import ForkedEngine
 from tests.unit.inference.tiny import hf_stream
 
 SAMPLING = Sampling(24, stop_token_ids=(2,))
@@ -80,12 +82,18 @@ def test_several_threads_share_an_engine_process(model, engine, tmp_path):
 
 
 @pytest.fixture
+def forked(monkeypatch):
+    """Engine processes start in half a second; the test above starts a new interpreter."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedEngine)
+
+
+@pytest.fixture
 def gate(tmp_path) -> Path:
     return tmp_path / "gate"
 
 
 @pytest.fixture
-def pool(model, tmp_path, gate):
+def pool(model, tmp_path, gate, forked):
     """Two processes; a replacement of a lost one gets the weights of `model`."""
     build = partial(Gated, model.config, gate)
     members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
@@ -107,7 +115,6 @@ def answers(groups) -> dict[int, list]:
 
 
 def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
-    """One fixture and one sequence, because starting a process takes seconds."""
     expected = answers(engine.generate(REQUESTS, SAMPLING))
     weight_sync.send(hf_stream(model), pool, 3, verify=True)
     assert not pool.recover()
@@ -150,7 +157,7 @@ def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path):
+def test_an_engine_that_does_not_start_says_why(tmp_path, forked):
     before = set(children(os.getpid()))
     with pytest.raises(RunFailed, match="OSError: no engine today"):
         EngineProcess(fails, "engine process 0", tmp_path / "log")
@@ -190,7 +197,7 @@ def test_requests_are_asked_again_once(model):
     assert pool.restarts == 1
 
 
-def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
+def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path, forked):
     engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log")
     pool = EnginePool([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
