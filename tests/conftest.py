@@ -30,7 +30,8 @@ for name in ("no_proxy", "NO_PROXY"):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Whatever takes longest starts first.
-FOLDERS = ("slurm", "parity", "integration", "bench", "unit")
+FOLDERS = ("slurm", "parity", "integration", "bench", "unit/inference/vllm", "unit")
+TOGETHER = ("tests/slurm", "tests/unit/inference/vllm")  # in one worker
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,13 +69,15 @@ pytest_collectreport = pytest_runtest_logreport  # a file that is skipped as a w
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """One worker per file, because a module's fixtures are whole runs; one worker for tests/slurm, which shares a
-    cluster. (`--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2.)"""
+    cluster, and one for vLLM in the tests' process, where its import and its start take 25 s of processor time.
+    (`--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0]
-            return "tests/slurm" if path.startswith("tests/slurm/") else path
+            path, _, name = nodeid.partition("::")
+            together = next((each for each in TOGETHER if path.startswith(f"{each}/")), path)
+            return TOGETHER[-1] if name.startswith("test_vllm_loads") else together
 
     return ByFile(config, log)
 

@@ -81,9 +81,7 @@ class ForkedEngine(Forked):
         if list(args[:3]) == list(ENDING) and list(args[4:7]) == ENGINE:
             asked = request(args[4:], env, cwd) | {"parent": int(args[3]), "inherited": list(pass_fds)}
             return self._forked(self.engines or server(), rest[3:9], asked, pass_fds)
-        return subprocess_popen._execute_child(
-            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
-        )
+        return subprocess_popen._execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
 
 
 class ForkedHere(ForkedEngine):

@@ -65,20 +65,21 @@ def test_the_run_has_verification_steps_of_both_signs(undisturbed):
     assert [step for step, found in samples(undisturbed[1]) if found] == list(range(1, 7))
 
 
-def test_kill_9_at_random_moments(undisturbed, tmp_path):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "new"])
+def test_kill_9_at_random_moments(undisturbed, tmp_path, forked):
     """Kills in a different step each time, shortly after its line is logged, so also while a checkpoint is written.
-    Every start is a new interpreter."""
+    Every start is a fork, or a new interpreter."""
     folder, expected = undisturbed
     out, rng = tmp_path / "run", random.Random(7)
     first, *_, last = (line["time"] for line in metrics(expected))
     resumed = 0
     for number in range(KILLS):
-        process = start(folder / "recipe.yaml", f"run.output_dir={out}", forked=False)
+        process = start(folder / "recipe.yaml", f"run.output_dir={out}", forked=forked)
         wait_for_step(out, process, step=1 + 4 * number // max(KILLS - 1, 1))
         time.sleep(rng.uniform(0, (last - first) / 3))  # two steps
         kill(process)
         resumed += "resumed after step" in process.communicate()[0]
-    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", forked=False)
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", forked=forked)
     assert status == 0, output[-3000:]
     assert resumed + ("resumed after step" in output) >= 1, "no start found a checkpoint: this shows nothing"
     assert_same_run(out, expected)
