@@ -30,7 +30,8 @@ for name in ("no_proxy", "NO_PROXY"):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Whatever takes longest starts first.
-FOLDERS = ("slurm", "parity", "integration", "bench", "unit/inference/vllm", "unit")
+LONG = ("parity/test_vllm", "integration/test_rehearse", "integration/test_shipped", "parity/test_gradient")
+PLACES = ("slurm", *LONG, "parity", "integration", "bench", "unit/inference/vllm", "unit")
 TOGETHER = ("tests/slurm", "tests/unit/inference/vllm")  # in one worker
 
 
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = rest
 
     def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(FOLDERS) if item.nodeid.startswith(f"tests/{name}/")), len(FOLDERS))
+        return next((i for i, name in enumerate(PLACES) if item.nodeid.startswith(f"tests/{name}")), len(PLACES))
 
     items.sort(key=place)
 

@@ -12,7 +12,6 @@ from tests.integration.engine_process import is_engine
 from tests.integration.test_kill_and_resume import disturbed, terminate, wait_for_step
 from tests.integration.tiny import metrics, start, train, wait_until, write_recipe
 
-pytestmark = pytest.mark.slow
 KILLED_IN_SYNC = str(Path(__file__).with_name("killed_in_sync.py"))
 PROCESS = "rollout.placement=process"
 
