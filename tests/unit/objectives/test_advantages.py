@@ -17,7 +17,9 @@ from megatron_rft.objectives.advantages import (
     rewards_to_go,
     to_tokens,
     whiten,
+    without_turns,
 )
+from megatron_rft.records import Batch
 
 ROOT3 = 3**0.5
 
@@ -147,3 +149,11 @@ def test_whitening_by_hand():
     assert whiten(torch.tensor([1.0, 50.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
     assert whiten(torch.full((3,), 0.1), torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
     assert whiten(torch.ones(2), torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def test_a_score_is_the_reward_without_those_of_turns():
+    """What stands on an environment's tokens is no reward."""
+    batch = Batch.of([[1], [1]], [[2, 3, 4], [5]])
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    batch = batch.with_tokens(turn_rewards=torch.tensor([0.5, 9.0, 0.25, 0.0]), response_mask=mask)
+    assert without_turns(torch.tensor([1.0, 2.0]), batch).tolist() == [0.25, 2.0]
