@@ -25,7 +25,7 @@ from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils.checkpoint_files import damage, latest
 from megatron_rft.utils.files import read_json_lines
 from megatron_rft.utils.processes import STOP_SIGNALS
-from tests.integration.tiny import freeze, kill, make_mixture, metrics, start, train, wait_until, write_recipe
+from tests.integration.tiny import freeze, kill, make_mixture, metrics, start, thaw, train, wait_until, write_recipe
 
 KILLED_IN_SAVE = str(Path(__file__).with_name("killed_in_save.py"))
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
@@ -121,7 +121,7 @@ def disturbed(
         steps = yaml.safe_load((out / "recipe.yaml").read_text())["run"]["steps"]
         if freeze(process) and metrics(out)[-1]["step"] + left <= steps and not (out / "export").exists():
             disturb(process)
-            process.send_signal(signal.SIGCONT)
+            thaw(process)
             output, _ = process.communicate(timeout=900)
             return process.returncode, output
         kill(process)
@@ -144,7 +144,7 @@ def stop_all(process: subprocess.Popen, number: int = signal.SIGTERM) -> None:
     for pid in (process.pid, *descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    process.send_signal(signal.SIGCONT)
+    thaw(process)
     time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
@@ -318,7 +318,7 @@ def test_a_second_start_in_a_folder_is_refused_and_changes_nothing(tmp_path):
         status, output = train(recipe, *arguments)
         assert status == 2 and f"process {first.pid} on" in output and "trains there" in output, output[-3000:]
     assert files() == before
-    first.send_signal(signal.SIGCONT)
+    thaw(first)
     assert "taken over" not in first.communicate(timeout=900)[0] and first.returncode == 0
     assert [line["step"] for line in metrics(out)] == list(range(9))
 

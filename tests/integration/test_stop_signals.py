@@ -23,7 +23,7 @@ from megatron_rft.utils.position import Position, read
 from megatron_rft.utils.processes import FIRST_INTERRUPT
 from tests.fork_server import ENVIRONMENT
 from tests.integration.test_kill_and_resume import assert_same_run, assert_same_weights, stop_all, wait_for_step
-from tests.integration.tiny import PROGRAM, freeze, kill, metrics, start, train, wait_until, write_recipe
+from tests.integration.tiny import PROGRAM, freeze, kill, metrics, start, thaw, train, wait_until, write_recipe
 
 STEPS = 14  # so many that none of them is the last when a signal comes
 
@@ -114,9 +114,8 @@ def stopped_while(
     *arguments: str,
     prepare: Callable[[Path], object] = nothing,
 ) -> tuple[int, str]:
-    """Status and output of a run whose processes all get SIGTERM twice while a condition holds for its rank 0. The
-    process is frozen to make sure of it; ranks of a launcher go on. If the condition is missed, the run is
-    started again. `prepare` makes its folder."""
+    """Status and output of a run whose processes all get SIGTERM twice while a condition holds for its rank 0. They
+    are frozen to make sure of it. If the condition is missed, the run is started again. `prepare` makes its folder."""
 
     def holds() -> bool:
         here = read(position_file(ranks_folder(str(out)), 0), 0)
@@ -130,7 +129,7 @@ def stopped_while(
                 stop_all(process, signal.SIGTERM)
                 output, _ = process.communicate(timeout=900)
                 return process.returncode, output
-            process.send_signal(signal.SIGCONT)
+            thaw(process)
         kill(process)
         process.communicate()
         shutil.rmtree(out)

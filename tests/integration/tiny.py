@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rft.data import arithmetic
+from megatron_rft.utils.processes import children
 from tests.fork_server import ENVIRONMENT, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,12 +137,28 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None =
 
 
 def freeze(process: subprocess.Popen) -> bool:
-    """Stop the process until SIGCONT. Returns False if it has ended."""
+    """Stop the process, and what it started, until `thaw`. Returns False if it has ended."""
     if process.poll() is not None:
         return False
     os.kill(process.pid, signal.SIGSTOP)
     happened = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    return happened.si_code == os.CLD_STOPPED
+    if happened.si_code != os.CLD_STOPPED:
+        return False
+    signal_below(process.pid, signal.SIGSTOP)
+    return True
+
+
+def thaw(process: subprocess.Popen) -> None:
+    signal_below(process.pid, signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
+
+
+def signal_below(pid: int, number: int) -> None:
+    """Signal all that a process started, parents first: one that is stopped starts no others."""
+    for child in children(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+        signal_below(child, number)
 
 
 def metrics(run: Path) -> list[dict]:
