@@ -232,6 +232,7 @@ def test_the_block_that_defines_what_is_tested(reward):
         ("0.33", "0.33333333", False),
         ("1000000", "1000001", False),  # whole numbers are exact
         ("nan", "1.0", False),
+        ("0.5", "0.5 1.5", False),
         ("", "1", False),
     ],
 )

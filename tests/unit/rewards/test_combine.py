@@ -37,6 +37,11 @@ def test_a_weighted_sum_keeps_shaping_apart():
     reward.close()
 
 
+def test_the_shaping_of_a_part_has_its_weight():
+    score = SumReward([Term("a", Fixed(Score(1.0, shaping=0.5)), 2.0), Term("b", Fixed(Score(0.0, shaping=0.25)))])
+    assert score(prompts({}), ["x"])[0].shaping == 1.25
+
+
 class Fixed(Reward):
     """A verifier with a given score."""
 

@@ -164,6 +164,7 @@ SAME = [
 ]
 DIFFERENT = [
     (r"\$5", "5 cents"),
+    (r"\$5", "€5"),
     ("72 degrees", "72 radians"),
     (r"72^\circ", r"72\text{ radians}"),
     ("3", r"3\ (\text{or } 4)"),
