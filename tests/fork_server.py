@@ -175,13 +175,19 @@ def orphan(asked: dict, descriptors: list[int], connection: socket.socket) -> in
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = fork(lambda: detached(asked, descriptors, [connection.fileno(), reader, writer]))
-        os.write(writer, str(pid).encode())
+        fork(lambda: announced(writer, lambda: detached(asked, descriptors, [connection.fileno(), reader, writer])))
         os._exit(0)
     os.waitpid(between, 0)
     pid = int(os.read(reader, 32))
     os.close(reader), os.close(writer)
     return pid
+
+
+def announced(writer: int, action) -> None:
+    """Run `action` after this process, which now has its own session, has written its pid: a kill of its group by who
+    reads that reaches it."""
+    os.write(writer, str(os.getpid()).encode())
+    action()
 
 
 def detached(asked: dict, descriptors: list[int], others: list[int]) -> None:
