@@ -191,7 +191,7 @@ def is_number(tree: Tree) -> bool:
 def is_numeral(tree: Tree) -> bool:
     """A number; 2^10, (1/2)^3, 5!, C(5, 2), also plus or minus 1."""
     if tree[0] in ("+", "*") and len(tree) == 3 and {ONE, MINUS} & set(tree):
-        inner = next(each for each in tree[1:] if each not in (ONE, MINUS))
+        inner = next((each for each in tree[1:] if each not in (ONE, MINUS)), ONE)
         return is_numeral(inner) and (tree[0] == "*" or (inner[0] in ("^", "f") and ratio(inner) is None))
     if tree[0] == "^" and values.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
         return True

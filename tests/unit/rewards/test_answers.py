@@ -1,7 +1,10 @@
 import pytest
 
+from megatron_rft.responses import Prompt
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.math import judge, vote
+from megatron_rft.rewards.equivalence.disguise import is_numeral
+from megatron_rft.rewards.equivalence.trees import MINUS, ONE
+from megatron_rft.rewards.math import MathReward, judge, vote
 
 
 @pytest.mark.parametrize(
@@ -154,3 +157,14 @@ def test_what_repeats_the_question(answer, reference, question, echo):
 )
 def test_one_form_for_votes(answer, form):
     assert vote(answer) == form
+
+
+@pytest.mark.parametrize("text", ["#### 9 **04662", "#### 1 - 1", "#### -1 * 1"])
+def test_a_vote_is_text_or_none(text):
+    """A huge number cannot be printed; plus or minus 1 has no other part."""
+    found = MathReward().answer(Prompt(0, (), "", "3"), text)
+    assert found is None or isinstance(found, str)
+
+
+def test_plus_or_minus_one_alone_is_a_numeral():
+    assert is_numeral(("+", ONE, MINUS)) is False and is_numeral(("*", MINUS, MINUS))
