@@ -143,7 +143,7 @@ BROKEN = {
     "bytes": "Turn(text=b'no text', reward=0.0, done=False): " + FORM,
     "none": "Turn(text=None, reward=0.0, done=False): " + FORM,
     "no role": "Turn(text=[{'content': 'A'}], reward=0.0, done=False): " + FORM,
-    "parts": "Turn(text=[{'role': 'user', 'content': [{'type': 'text', 'text': 'A'}]}], r: " + FORM,
+    "parts": "Turn(text=[{'role': 'user', 'content': [{'type': 'text', 'text': 'A'}]}], reward: " + FORM,
     "no JSON": "Turn(text=[{'role': 'user', 'content': 'A', 'seen': {1, 2}}], reward=0.0, done=F: " + FORM,
     "surrogate": r"Turn(text='\ud800 x', reward=0.0, done=False): it has half of a surrogate pair",
     "nan": "Turn(text='A', reward=nan, done=False): its reward must be a finite number",
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_loaded_is_no_fault_of_an_episode(tmp_path, monkey
     monkeypatch.setattr("megatron_rft.utils.worker_process.START_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
     options = {"kind": "own", "episode": f"{tmp_path}/broken.py:Echo"}
     processes = EnvironmentProcesses(options, 1, 20.0, tmp_path / "log")
-    with pytest.raises(ConfigError, match=f"environment: .*{STARTS[code]}"):
+    with pytest.raises(ConfigError, match=rf"environment(.episode)?: .*{STARTS[code]}"):
         processes.new().ask("reset", prompt={}, seed=0)
     processes.close()
 
@@ -355,7 +355,7 @@ def test_failed_environments_drop_a_response_or_stop_the_run(play):
     assert all(len(each.response.turns) > 1 for each in sampled.rollouts if each.score.error)
     with pytest.raises(RunFailed, match="environment Echo, problem 1., turn 2: LookupError"):
         sampler(play(), strict(Half())).sample(faulty, 4, step=0)
-    with pytest.raises(RunFailed, match=rf"failed on {errors} of 12 responses \(reward.max_error_share=0.5\)"):
+    with pytest.raises(RunFailed, match=rf"failed on {errors:.0f} of 12 responses \(reward.max_error_share=0.5\)"):
         sampler(play(), Half()).sample(faulty, 4, step=0)
 
 
