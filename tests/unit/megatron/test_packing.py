@@ -93,3 +93,19 @@ def test_every_response_token_is_predicted_by_the_token_before_it_also_behind_a_
 def test_filler_has_nothing_to_train():
     spare = filler(batch((2, 5), (1, 2)))
     assert len(spare) == 1 and int(spare.lengths) == 3 and not spare.response_mask.any()
+
+
+def test_a_shared_prompt_has_the_routes_of_its_first_response_and_the_uses_of_all():
+    whole = Batch.of([[5, 6], [5, 6]], [[8, 9], [10, 11, 12]])
+    routes = [torch.tensor(experts, dtype=torch.int16)[:, None, None] for experts in ([1, 2, 3], [7, 8, 9, 10])]
+    micro = pack(whole, PackLayout(share_prompts=True), CPU, routes)
+    assert micro.token_ids.tolist() == [[5, 6, 8, 10, 11]]
+    assert micro.uses.tolist() == [2, 2, 1, 1, 1]
+    assert micro.routes.flatten().tolist() == [1, 2, 3, 9, 10]
+
+
+def test_a_token_with_any_mask_reaches_the_heads_and_of_none_all_do():
+    masks = {"response_mask": torch.tensor([1.0, 0.0, 0.0]), "other_mask": torch.tensor([0.0, 1.0, 0.0])}
+    whole = Batch.of([[5]], [[8, 9, 10]])
+    assert pack(whole.with_tokens(**masks), PackLayout(), CPU).targets.tolist() == [8, 9]
+    assert pack(filler(whole), PackLayout(), CPU).targets.tolist() == [8, 9, 10]
