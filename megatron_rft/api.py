@@ -39,7 +39,8 @@ def train(
     """Train a recipe, or resume its run, until its last step. Ctrl-C ends it after a checkpoint; a second one kills it.
 
     Args:
-        recipe, sections: as for `load`.
+        recipe: as for `load`.
+        **sections: as for `load`.
         nproc: ranks on this machine. None: one, without a launcher.
         callbacks: each is called with the step, from 0 (the first evaluation) on, and its metrics by name
             (docs/metrics.md), in this process. The run ends after a checkpoint if one returns True.
@@ -73,7 +74,8 @@ def evaluate(
     """Evaluate a model on the recipe's test and validation problems and benchmarks, in this process.
 
     Args:
-        recipe, sections: as for `load`.
+        recipe: as for `load`.
+        **sections: as for `load`.
         model: a Hugging Face folder or hub name, a Megatron checkpoint, or a run for its newest. None: RUN/export.
         like: a model with config.json and tokenizer, if `model` has none.
         out: folder of results and completions. None: RUN/evaluation/MODEL.

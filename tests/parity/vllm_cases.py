@@ -118,7 +118,7 @@ def case(placement, family, tied, root):
         shape["num_key_value_heads"] = 1  # which both workers then have
     hf_config = FAMILIES[family](**shape, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(hf_config).eval()
-    views = hf_views(model)
+    views = hf_views(model, hf_config)
     tie = "tied" if tied else "untied"
     engine = build(placement, hf_config, root / f"{placement}_{family}_{tie}")
     for place, (name, layout) in enumerate((OF_EXPERTS if experts(hf_config) else LAYOUTS).items()):

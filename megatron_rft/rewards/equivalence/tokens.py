@@ -152,7 +152,9 @@ def _plain(text: str) -> str:
 
 
 def _character(letter: str) -> str:
-    """½ is \\frac{1}{2}; what has no width goes; full-width and other forms of a letter are the letter."""
+    """½ is \\frac{1}{2}; what has no width goes; full-width forms of a letter are the letter, but ① is no 1."""
+    if unicodedata.decomposition(letter).startswith("<circle>"):
+        return letter
     if letter.isascii() or unicodedata.category(letter) == "Cf":
         return letter if letter.isascii() else ""
     plain = unicodedata.normalize("NFKC", letter)

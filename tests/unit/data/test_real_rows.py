@@ -44,7 +44,7 @@ FILES = {
 class Letters:
     """A tokenizer with one token per character."""
 
-    chat_template = None
+    chat_template, added_tokens_decoder = None, {}
     eos_token_id = 0
 
     def __call__(self, texts, add_special_tokens=True):

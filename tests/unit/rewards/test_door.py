@@ -16,6 +16,7 @@ DOOR = {
     "code.Interpreter",
     "code.last_program",
     "tools.verifier.ToolReward",
+    "tools.calls.MARKERS",
     "tools.calls.Call",
     "tools.calls.Malformed",
     "tools.calls.equal",
