@@ -96,7 +96,9 @@ def pytest_runtest_setup():
         sys.modules["numpy"].random.seed(0)
 
 
-LEFT = 24  # threads, and open files, of libraries that start them once, such as torch's and vLLM's
+# Threads and open files of libraries, such as torch's and vLLM's, and of one model that pytest still holds. The fault
+# that this finds, groups of every layout of a file that live on, has many hundreds.
+LEFT = 100
 
 
 def held() -> dict[str, int]:
