@@ -120,8 +120,9 @@ def compare(config, case: dict, batch: Batch, store: RouteStore, path: Path) -> 
     check_loads(actor, batch, store)
     parallel.destroy_layout()
     file = path / f"{config.model_type}.pt"
-    if not file.exists():
+    if dist.get_rank() == 0 and not file.exists():
         torch.save(found, file)
+    dist.barrier()  # the others read it whole
     expected = torch.load(file)
     far = max(relative(found[n], expected[n]) for n in expected if not n.endswith("correction_bias"))
     return [kl(own), kl(replayed), far, untouched]
