@@ -55,7 +55,7 @@ class Slow(Environment):
 class Letters:
     """A tokenizer with one token for each letter, without a chat template."""
 
-    chat_template = None
+    chat_template, added_tokens_decoder = None, {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [ord(letter) for letter in text]
