@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rollout_vllm import random_weights
 from setups import DTYPES, SIZES, qwen3
+from transformers import ByT5Tokenizer
 
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
@@ -52,15 +53,6 @@ class Slow(Environment):
 """
 
 
-class Letters:
-    """A tokenizer with one token for each letter, without a chat template."""
-
-    chat_template, added_tokens_decoder = None, {}
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
 class Counted(VLLMEngine):
     """Returns the number of its steps in place of checksums, which nothing needs here."""
 
@@ -88,7 +80,7 @@ def played(engine: EngineProcess, requests: list[Request], folder: Path, process
     problem = {"index": 0, "text": "", "answer": "", "fields": {"seconds": 0.0}}
     for _ in range(processes):
         environments.new().ask("reset", prompt=problem, seed=0)  # starts the process: its imports are not measured
-    template, pool = Template(Letters(), sampling.stop_token_ids), EnginePool([engine], engine.dtype)
+    template, pool = Template(ByT5Tokenizer(), sampling.stop_token_ids), EnginePool([engine], engine.dtype)
     player = Episodes(pool, environments, template, str, "slow", turns, **options)
     before, start = engine.checksums()["steps"], time.perf_counter()
     groups = sorted(player.generate(requests, sampling), key=lambda group: group.id)
