@@ -10,7 +10,7 @@
 #     LAUNCH_MOUNTS   more mounts, FROM:TO,...
 #     LAUNCH_SERVER   on nodes of their own, which end with the training: `vllm`, the servers that sample for it, or shell
 #                     code, such as a server of a reward model; SERVER_HOST in a key becomes the name of the first of these
-#                     nodes, and the code sees $LAUNCH_SERVER_NODES
+#                     nodes, as in $LAUNCH_SERVER_HOST of the training, and the code sees $LAUNCH_SERVER_NODES
 #     LAUNCH_SERVER_PORT      where the code answers on each of those nodes: the training waits for it
 #     LAUNCH_SERVER_OPTIONS   sbatch options of those nodes: "--nodes=1 --gpus-per-node=4"
 #     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
@@ -52,6 +52,7 @@ start_server() { # KEY...
     export LAUNCH_SERVER_NODES="$SLURM_JOB_NODELIST_HET_GROUP_1"
     server_hosts=($(scontrol show hostnames "$LAUNCH_SERVER_NODES"))
     server_host="${server_hosts[0]}"
+    export LAUNCH_SERVER_HOST="$server_host"
     step=(--het-group=0 "${step[@]}")
     [ -n "${LAUNCH_SERVER:-}" ] || die "this job has nodes for servers, and LAUNCH_SERVER does not say which"
     if [ "$LAUNCH_SERVER" = vllm ]; then start_vllm "$@"; else start_code; fi

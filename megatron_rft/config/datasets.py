@@ -73,13 +73,11 @@ DATASETS = {
     "mbpp": Known("code.mbpp", "code", "google-research-datasets/mbpp", subset="full"),
     "mbpp_plus": Known("code.mbpp", "code", "evalplus/mbppplus"),
     "livecodebench": Known("code.livecodebench", "code", "livecodebench/code_generation_lite", files="test*.jsonl"),
-    "leetcode": Known("code.leetcode", "code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
     "rlla": Known("tools.rlla", "tool", "emrecanacikgoz/ToolRL", rules="rlla"),
     "bfcl": Known("tools.bfcl", "tool", BFCL, files="BFCL_*.json", rules="bfcl"),
     "api_bank": Known(
         "tools.api_bank", "tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"
     ),
-    "sdpo_tools": Known("tools.sdpo_tools", "tool", rules="exact"),
     "sciknoweval": Known("text.sciknoweval", "choice", "hicai-zju/SciKnowEval", subset="v2"),
     "prompt_collection": Known("text.prompt_collection", "model", "OpenRLHF/prompt-collection-v0.1"),
 }

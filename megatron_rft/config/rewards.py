@@ -131,21 +131,6 @@ class JudgeOptions(RewardOptions, kind="model"):
         check_braces("template", self.template, {"response"}, {"prompt"})
 
 
-class ServerOptions(RewardOptions, kind="server"):
-    """A server scores the response."""
-
-    url: str
-    """Receives a POST of {"prompts": [...], "responses": [...]} and answers {"rewards": [...]}."""
-    timeout_s: Positive = 5.0
-    """Limit of one request."""
-    batch: Count = 16
-    """Responses that are scored together."""
-
-    def _check(self):
-        if not self.url.startswith(("http://", "https://")):
-            raise at("url", f"{self.url!r} is no http:// or https:// address")
-
-
 class SumOptions(RewardOptions, kind="sum", defer_build=True):
     """The weighted sum of `parts`."""
 
@@ -213,7 +198,6 @@ REWARDS: dict[str, tuple[type[RewardOptions], str]] = {
     "choice": (ChoiceOptions, "choice.ChoiceReward"),
     "format": (FormatOptions, "choice.FormatReward"),
     "model": (JudgeOptions, "model.ModelReward"),
-    "server": (ServerOptions, "model.ServerReward"),
     "sum": (SumOptions, "combine.SumReward"),
     "by_row": (ByRowOptions, "combine.ByRowReward"),
     "none": (NoOptions, "base.NoReward"),

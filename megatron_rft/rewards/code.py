@@ -29,7 +29,7 @@ from typing import Any
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
-from megatron_rft.rewards.sandbox.pool import Sandbox, strongest
+from megatron_rft.rewards.sandbox.pool import Sandbox, check
 from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, ProgramResult, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
@@ -64,12 +64,12 @@ class CodeReward(Reward):
             self.sandbox = Sandbox(workers, without_container)
         except SandboxError as error:
             raise ConfigError(
-                f"reward.kind=code: no container for untrusted programs works here ({error}). Install bubblewrap, or "
-                "allow user namespaces; to run model-written code with access to this machine's files all the same, "
+                f"reward.kind=code: no container for untrusted programs works here ({error}). Allow "
+                "user namespaces; to run model-written code with access to this machine's files all the same, "
                 "set reward.without_container=true"
             ) from None
         if os.environ.get("RANK", "0") == "0":
-            print(f"programs run in {describe(self.sandbox.mode)}", file=sys.stderr, flush=True)
+            print(f"programs run in {describe(self.sandbox.contained)}", file=sys.stderr, flush=True)
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         tests = list(map(tests_of, prompts))
@@ -96,13 +96,12 @@ class CodeReward(Reward):
 
 
 def container() -> str:
-    """Return the strongest container for programs that works on this machine, or why there is none."""
+    """Return what the container for programs does on this machine, or why there is none."""
     try:
-        mode, problems = strongest(allow_none=False)
+        check()
     except SandboxError as error:
-        return f"no container works ({error}): reward.kind=code is refused. Install bubblewrap or allow user namespaces"
-    weaker = f" ({problems[0]})" if problems else ""
-    return describe(mode) + weaker
+        return f"no container works ({error}): reward.kind=code is refused. Allow user namespaces"
+    return describe(contained=True)
 
 
 class Interpreter:

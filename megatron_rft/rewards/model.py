@@ -1,18 +1,12 @@
-"""Reward models: a sequence-classification checkpoint in this process, or a server that scores texts."""
+"""Reward models: a sequence-classification checkpoint in this process."""
 
-import json
 import math
-import time
-import urllib.request
-from http.client import HTTPException
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import one_of_node
 from megatron_rft.utils.plain_text import plain_text
-
-ATTEMPTS = 3
 
 
 class ModelReward(Reward):
@@ -62,44 +56,6 @@ class ModelReward(Reward):
         padded = self.tokenizer.pad({"input_ids": inputs}, padding_side="right", return_tensors="pt")
         with torch.inference_mode():
             return self.model(**padded.to(self.model.device)).logits[:, 0].float().tolist()  # [B]
-
-
-class ServerReward(Reward):
-    """Sends POST {"prompts": [...], "responses": [...]} to a URL, which answers {"rewards": [...]} of the same
-    length."""
-
-    maximum = math.inf
-
-    def __init__(self, url: str, timeout_s: float = 60.0, batch: int = 64):
-        self.url, self.timeout_s, self.batch = url, timeout_s, batch
-        # A server of the cluster is not behind the proxy that its nodes have for the internet.
-        proxies = None if url.startswith("https:") else {}
-        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
-
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        scores: list[Score] = []
-        for start in range(0, len(texts), self.batch):
-            part = slice(start, start + self.batch)
-            scores += self._ask([prompt.text for prompt in prompts[part]], texts[part])
-        return scores
-
-    def _ask(self, prompts: list[str], responses: list[str]) -> list[Score]:
-        """Send a batch. A failing server is asked again with doubling pauses; then all responses get an error."""
-        body = json.dumps({"prompts": prompts, "responses": responses}).encode()
-        for attempt in range(ATTEMPTS):
-            try:
-                # Made anew for each try: sending a request through a proxy changes it.
-                request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-                with self.opener.open(request, timeout=self.timeout_s) as answer:
-                    rewards = json.load(answer)["rewards"]
-                if len(rewards) != len(responses):
-                    raise ValueError(f"{len(rewards)} rewards for {len(responses)} responses")
-                return [as_score(float(reward)) for reward in rewards]
-            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-                problem = f"{self.url}: {type(error).__name__}: {error}"
-            if attempt + 1 < ATTEMPTS:
-                time.sleep(0.1 * 2**attempt)
-        return [Score(0.0, error=problem)] * len(responses)
 
 
 def as_score(value: float) -> Score:

@@ -88,6 +88,7 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     """A heterogeneous job in containers gets rewards from a server that ends with the training."""
     server, port = tmp_path / "server.py", free_ports(1)
     server.write_text(SERVER)
+    (tmp_path / "asking.py").write_text(ASKING.replace("PORT", str(port)))
     (tmp_path / "image.sqsh").touch()
     variables = {
         "LAUNCH_SERVER": f"exec python {server} {tmp_path}/served {port}",
@@ -96,7 +97,7 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
         "LAUNCH_MOUNTS": f"{tmp_path}:{tmp_path}",
     }
     keys = tiny_keys(tmp_path, run__steps=2, **TestStartedAgain.LAYOUT)
-    keys += ["reward.kind=server", "reward.answer=null", f"reward.url=http://SERVER_HOST:{port}"]
+    keys += ["reward.kind=own", "reward.answer=null", f"reward.function={tmp_path}/asking.py:ask"]
     options = ["--gpus-per-node=1", f"--output={tmp_path}/log"]
     job = cluster.submit("launch/pipo_4b.sh", *options, *keys, **variables)
     assert job.wait() == "COMPLETED", job.log[-6000:]
@@ -107,7 +108,13 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     job.wait_until_gone()
 
 
-# What kind "server" of rewards asks (megatron_rft/rewards/model.py).
+ASKING = """
+import json, os, urllib.request
+asks = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def ask(prompts, texts):
+    with asks.open(f"http://{os.environ['LAUNCH_SERVER_HOST']}:PORT", json.dumps(texts).encode()) as answer:
+        return json.load(answer)
+"""
 SERVER = """
 import http.server, json, os, sys
 answered = 0
@@ -118,7 +125,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answered += 1
         with open(sys.argv[1], "w") as file:
             file.write(f"{os.environ['SLURMD_NODENAME']} {answered}")
-        body = json.dumps({"rewards": [0.25] * len(asked["responses"])}).encode()
+        body = json.dumps([0.25] * len(asked)).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -15,8 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rft.records import Prompt
-from megatron_rft.rewards.code import CodeReward
-from megatron_rft.rewards.sandbox import launch, pool
+from megatron_rft.rewards.code import CodeReward, container
 
 SMALLEST = "--programs 8 --workers 1"  # tests/bench
 FUNCTION = "def f(n):\n    total = 0\n    for i in range(n + 1):\n        total += i * i\n    return total\n"
@@ -45,11 +44,9 @@ def in_the_sandbox(kind: str, programs: int, workers: int) -> float:
     return programs / seconds
 
 
-def fresh_interpreters(programs: int, workers: int, contained: bool) -> float:
-    """Measure the same script with one input in a new interpreter each time, with or without bubblewrap."""
-    prefix = launch.command("bubblewrap", 0) if contained else []
-    prefix = prefix[: prefix.index("/")] + ["/"] if contained else []
-    command = [*prefix, os.path.realpath(sys._base_executable), "-I", "-S", "-c", SCRIPT]
+def fresh_interpreters(programs: int, workers: int) -> float:
+    """Measure the same script with one input in a new interpreter each time."""
+    command = [os.path.realpath(sys._base_executable), "-I", "-S", "-c", SCRIPT]
 
     def run(_) -> None:
         subprocess.run(command, input=INPUTS[0], text=True, check=True, stdout=subprocess.DEVNULL)
@@ -65,17 +62,14 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    mode, problems = pool.strongest(allow_none=True)
-    print(f"{launch.describe(mode)}{' ' + str(problems) if problems else ''}\n")
+    print(f"{container()}\n")
     print("| programs per second | " + " | ".join(f"{w} workers" for w in args.workers) + " |")
     print("|---" * (1 + len(args.workers)) + "|")
     for kind in KINDS:
         rates = [in_the_sandbox(kind, args.programs, workers) for workers in args.workers]
         print(f"| {kind} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
-    for contained in (False, True) if mode == "bubblewrap" else (False,):
-        name = "script, 1 input, fresh interpreter" + (" in bubblewrap" if contained else "")
-        rates = [fresh_interpreters(args.programs // 4, workers, contained) for workers in args.workers]
-        print(f"| {name} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
+    rates = [fresh_interpreters(args.programs // 4, workers) for workers in args.workers]
+    print("| script, 1 input, fresh interpreter | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
 
 
 if __name__ == "__main__":

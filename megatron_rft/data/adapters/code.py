@@ -22,7 +22,6 @@ from megatron_rft.utils.errors import DataError
 
 NO_TESTS = unusable("no tests that can be run")
 NO_ASSERTION = unusable("no assertion among the tests")
-NODES = unusable("linked lists and trees, which only the program's own process has")
 AS_PROGRAM = "Write a Python program that reads from standard input and writes to standard output."
 AS_FUNCTION = "Complete this code, in Python:\n\n```python\n{starter}\n```"
 FORM = "Give the whole program in one ```python block."
@@ -110,25 +109,6 @@ def mbpp(fields: Fields) -> Row:
     optional = {"setup": setup, "names": _tested(fields.maybe("code") or "", asserts)}
     tests = {"kind": "assert", "code": code} | {name: value for name, value in optional.items() if value}
     return as_row(question, "", id=fields.get("task_id"), solution=fields.maybe("code"), tests=tests)
-
-
-def leetcode(fields: Fields) -> Row:
-    """Methods of `class Solution`: `test` defines check(candidate), `prompt` has the classes that a task uses."""
-    code, helpers = fields.text("test"), fields.maybe("prompt") or ""
-    if not _asserts(code):
-        return NO_ASSERTION
-    if re.search(r"\b(list_node|tree_node|ListNode|TreeNode|is_same_\w+)\b", code):
-        return NODES
-    preamble = f"{JUDGE}\n{helpers}".strip() if "class " in helpers or "import " in helpers else JUDGE
-    tests = {"kind": "assert", "code": f"{code}\ncheck({fields.text('entry_point')})", "setup": JUDGE}
-    return as_row(
-        _task(fields.text("problem_description"), fields.maybe("starter_code")),
-        "",
-        id=fields.maybe("task_id"),
-        level=fields.maybe("difficulty"),
-        solution=fields.maybe("completion"),
-        tests=tests | {"names": ["Solution"], "preamble": preamble},
-    )
 
 
 def apps(fields: Fields) -> Row:

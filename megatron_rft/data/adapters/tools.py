@@ -1,7 +1,7 @@
 """Tool use: a conversation and its correct calls. The answer is
 
     RLLA      the reference response itself, with its <think>, <tool_call> and <response>
-    API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
+    API-Bank  JSON: [{"name": ..., "parameters": {...}}]
     BFCL      JSON: [{name: {parameter: [accepted values]}}], [] where no function fits the request
               (irrelevance), "any" where any call is right (relevance); the field `function` has the descriptions of
               the functions, as in BFCL
@@ -72,26 +72,6 @@ def api_bank(fields: Fields) -> Row:
     calls = parse_calls(requested[1], fields)
     history = system(fields.text("instruction"))
     return as_row(fields.text("input"), json.dumps(calls), history=history, **about)
-
-
-def sdpo_tools(fields: Fields) -> Row:
-    """SDPO's tool rows, raw (prompt, answer) or as its preprocess.py writes them. The reference is a list of calls,
-    [{Action, Action_Input}]."""
-    if fields.has("reward_model"):
-        history, question = conversation(fields.items("prompt"), fields)
-        answer = fields.object("reward_model").get("ground_truth")
-    else:
-        history, question, answer = system(fields.maybe("system") or ""), fields.text("prompt"), fields.get("answer")
-    try:
-        actions = json.loads(answer) if isinstance(answer, str) else answer
-        calls = [{"name": each["Action"], "parameters": _arguments(each["Action_Input"])} for each in actions]
-    except (ValueError, KeyError, TypeError):
-        raise fields.wrong(f"its answer is no list of Action and Action_Input: {str(answer)[:80]!r}") from None
-    return as_row(question, json.dumps(calls), history=history, id=fields.maybe("idx"))
-
-
-def _arguments(given: Any) -> dict[str, Any]:
-    return json.loads(given or "{}") if isinstance(given, str) else dict(given or {})
 
 
 def _call(value: Any, fields: Fields) -> dict[str, Any]:

@@ -1,51 +1,40 @@
-"""Chooses the strongest isolation that works on this machine, and runs programs on a pool of servers."""
+"""Runs programs on a pool of servers."""
 
 import platform
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
-from megatron_rft.rewards.sandbox import launch
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 from megatron_rft.rewards.sandbox.runner import Limits, run_script
 
 
-def strongest(allow_none: bool) -> tuple[str, list[str]]:
-    """Return the strongest mode that works, and the problems of stronger ones. Raises SandboxError if only "none" works
-    and `allow_none` is false."""
-    problems = []
-    for mode in launch.MODES:
-        if mode == "bubblewrap" and shutil.which("bwrap") is None:
-            problems.append("bubblewrap: bwrap is not installed")
-            continue
-        try:
-            _check_mode(mode)
-            return mode, problems
-        except (SandboxError, OSError) as error:
-            problems.append(str(error))
-    if not allow_none:
-        raise SandboxError("; ".join(problems))
-    _check_mode("none")
-    return "none", problems
-
-
-def _check_mode(mode: str) -> None:
-    """Start a server and run one program. Raises SandboxError or OSError if the mode does not work here."""
+def check(contained: bool = True) -> None:
+    """Start a server and run one program. Raises SandboxError if that does not work here."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise SandboxError(f"{mode}: needs Linux on x86_64 or aarch64")
-    with closing(Server(mode)) as server:
-        run_script(server, "print(1)", "", Limits())
+        raise SandboxError("it needs Linux on x86_64 or aarch64")
+    try:
+        with closing(Server(contained)) as server:
+            run_script(server, "print(1)", "", Limits())
+    except OSError as error:
+        raise SandboxError(str(error)) from None
 
 
 class Sandbox:
     """A pool of `workers` servers, each of which runs one program at a time. If a server fails, it is replaced and the
-    job runs again."""
+    job runs again. Without a container only if none works here and `allow_none` is true; else raises SandboxError."""
 
     def __init__(self, workers: int = 2, allow_none: bool = False):
-        self.mode, _ = strongest(allow_none)
+        self.contained = True
+        try:
+            check()
+        except SandboxError:
+            if not allow_none:
+                raise
+            check(contained=False)
+            self.contained = False
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: SimpleQueue[Server | None] = SimpleQueue()
         for _ in range(workers):
@@ -60,7 +49,7 @@ class Sandbox:
         try:
             for attempt in (1, 2):
                 try:
-                    server = server or Server(self.mode)
+                    server = server or Server(self.contained)
                     return work(server, job)
                 except Exception as error:  # a failure of the sandbox, not of the program
                     if server is not None:

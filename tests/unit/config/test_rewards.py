@@ -28,7 +28,6 @@ def load(tmp_path, reward: dict):
         ({"kind": "model"}, "reward.model: is required"),
         ({"kind": "model", "model": "m", "template": "{question}"}, "must have {response}, may have {prompt}"),
         ({"kind": "model", "model": "m", "template": "{prompt}"}, "reward.template: '{prompt}' must have {response}"),
-        ({"kind": "server", "url": "ftp://x"}, "no http:// or https:// address"),
         ({"weight": 2.0}, "reward.weight: is for the parts of a sum"),
         ({"kind": "sum"}, "reward.parts: is required"),
         ({"kind": "sum", "parts": [{"kind": "choice", "shaping": True}]}, "at least one must be a verifier"),

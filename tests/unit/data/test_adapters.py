@@ -240,6 +240,10 @@ class TestTools:
         with pytest.raises(DataError, match="its calls cannot be read"):
             adapt("api_bank", instruction="", input="", output="API-Request: [open(__file__)()+1]")
 
+    def test_a_raw_dialogue_says_what_to_convert(self, adapt):
+        row = adapt("api_bank", turns=[{"role": "User", "text": "?"}], file="x", level_dir="y")
+        assert "level-*-api.json, or convert it to rows of system (with the tools), user and answer" in row["unusable"]
+
     def bfcl(self, folder, number: str, answers: dict):
         question = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Area?"}]]
         row = {"id": number, "question": question, "function": [{"name": "area", "parameters": {}}]}
@@ -430,40 +434,3 @@ class TestProgramsOfOtherSets:
             "humaneval", task_id="1", prompt="def f(x):\n", canonical_solution=" pass", entry_point="f", test=code
         )
         assert row == {"unusable": "no assertion among the tests"}
-
-    LEETCODE = {
-        "task_id": "two-sum",
-        "difficulty": "Easy",
-        "problem_description": "Find two.",
-        "starter_code": "class Solution:\n    def twoSum(self, nums, target):\n        ",
-        "completion": "class Solution:\n    def twoSum(self, nums, target): return [0, 1]",
-        "entry_point": "Solution().twoSum",
-    }
-
-    def test_leetcode_with_a_check(self, adapt):
-        test = "def check(candidate):\n    assert candidate(nums = [3, 3], target = 6) == [0, 1]\n"
-        row = adapt("leetcode", **self.LEETCODE, prompt="from typing import *", test=test)
-        assert row["tests"]["code"].endswith("check(Solution().twoSum)") and row["tests"]["names"] == ["Solution"]
-        assert "class Solution" in row["question"] and row["level"] == "Easy" and "[0, 1]" in row["solution"]
-
-    def test_leetcode_without_what_can_be_run(self, adapt):
-        nodes = "def check(candidate):\n    assert is_same_list(candidate(list_node([1])), list_node([1]))"
-        assert "linked lists" in adapt("leetcode", **self.LEETCODE, test=nodes)["unusable"]
-
-
-class TestOtherTools:
-    ANSWER = '[{"Action": "find", "Action_Input": "{\\"page\\": 1}"}]'
-
-    def test_sdpo_tool_rows_raw_and_prepared(self, adapt):
-        raw = adapt("sdpo_tools", prompt="Use tools.", answer=self.ANSWER, idx=3, kind="tooluse", system=None)
-        assert json.loads(raw["answer"]) == [{"name": "find", "parameters": {"page": 1}}] and raw["id"] == "3"
-        prepared = adapt(
-            "sdpo_tools",
-            prompt=[{"role": "user", "content": "Use tools."}],
-            reward_model={"style": "tooluse", "ground_truth": self.ANSWER},
-        )
-        assert (prepared["question"], prepared["answer"]) == (raw["question"], raw["answer"])
-
-    def test_a_raw_dialogue_says_what_to_convert(self, adapt):
-        row = adapt("api_bank", turns=[{"role": "User", "text": "?"}], file="x", level_dir="y")
-        assert "level-*-api.json, or convert it to rows of system (with the tools), user and answer" in row["unusable"]

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import NONE_PASSED, CodeReward
-from megatron_rft.rewards.sandbox import launch
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.rewards import attacks
 
@@ -81,19 +79,14 @@ def sandboxed() -> set[psutil.Process]:
     return found
 
 
-MODES = [mode for mode in launch.MODES if mode != "bubblewrap" or shutil.which("bwrap")]
-
-
-@pytest.fixture(scope="module", params=MODES)
-def scores(request, outside) -> Iterator[dict[str, Score]]:
+@pytest.fixture(scope="module")
+def scores(outside) -> Iterator[dict[str, Score]]:
     """All programs at once, four at a time; then the sandbox is closed and its processes are gone."""
     others = sandboxed()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "MODES", (request.param,))
-        try:
-            reward = CodeReward(timeout_s=1.0, memory_mb=512, workers=4, row_timeout_s=4.0)
-        except ConfigError as error:
-            pytest.skip(f"no {request.param} here: {error}")
+    try:
+        reward = CodeReward(timeout_s=1.0, memory_mb=512, workers=4, row_timeout_s=4.0)
+    except ConfigError as error:
+        pytest.skip(str(error))
     script = {"kind": "stdin", "inputs": ["1", "2"], "outputs": ["ESCAPED"] * 2}
     stolen = {"kind": "stdin", "inputs": ["1", "2"], "outputs": [TOKEN] * 2}
     module = {"kind": "assert", "code": filled(attacks.ASSERTS, outside), "setup": filled(attacks.SETUP, outside)}
@@ -102,7 +95,7 @@ def scores(request, outside) -> Iterator[dict[str, Score]]:
         programs[name] = (source, stolen if name in attacks.STEAL else script)
     prompts = [Prompt(i, (1,), "", json.dumps(tests)) for i, (_, tests) in enumerate(programs.values())]
     graded = reward(prompts, [f"```python\n{filled(source, outside)}\n```" for source, _ in programs.values()])
-    servers = 4 * (2 if request.param == "namespaces" else 3)  # bwrap, its process 1, ours; our parent, ours
+    servers = 4 * 2  # each with its parent
     deadline = time.monotonic() + 600
     while len(cells := sandboxed() - others) > servers:
         assert time.monotonic() < deadline, "cells outlive their programs"

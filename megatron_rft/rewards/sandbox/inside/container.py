@@ -1,4 +1,4 @@
-"""Builds the container around a server and its cells without bubblewrap, from the same namespaces.
+"""Builds the container around a server and its cells from namespaces.
 
 It has no network, read-only files of the interpreter and of the system's libraries only, a /dev of five harmless
 devices, its own processes, and a user without rights.

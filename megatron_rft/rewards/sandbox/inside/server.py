@@ -1,5 +1,5 @@
-"""The fork server: an interpreter with imported modules that forks every cell. Run as `server.py MODE SOCKET
-[FOLDERS]`.
+"""The fork server: an interpreter with imported modules that forks every cell. Run as `server.py SOCKET
+[FOLDERS]`: the read-only folders of its container; without them there is none.
 
 It never reads programs, inputs or tests, so that no cell finds another's data in its forked memory. Orders come over a
 socket, one message each, with the file descriptors for the cell.
@@ -27,9 +27,8 @@ WARM = (
 )  # fmt: skip
 
 
-def main(mode: str, socket_fd: int, folders: list[str]) -> None:
-    """`mode`: "bubblewrap" (this process is in the container already), "namespaces" (build it) or "none"."""
-    if mode == "namespaces":
+def main(socket_fd: int, folders: list[str]) -> None:
+    if folders:
         container.enter(folders)
     for name in WARM:
         importlib.import_module(name)
@@ -39,7 +38,7 @@ def main(mode: str, socket_fd: int, folders: list[str]) -> None:
     kernel.compiled_filter(1)
     gc.freeze()  # keeps the memory shared: a cell's garbage collector would write to it
     control.send(b"ready")
-    serve(control, isolated=mode != "none")
+    serve(control, isolated=bool(folders))
 
 
 def serve(control: socket.socket, isolated: bool) -> None:
@@ -69,4 +68,4 @@ def start(order: dict, fds: list[int], control: socket.socket, running: dict[int
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])
