@@ -36,7 +36,6 @@ setup(
         "PyYAML>=6",
         "mpmath>=1.3",
         "networkx",  # torch requires it, too
-        "rich>=13",
         "cloudpickle>=3",  # functions of a notebook, for the processes of a run
         "matplotlib>=3.8",
         "jinja2>=3.1",  # the report's pages

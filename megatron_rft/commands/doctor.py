@@ -31,7 +31,6 @@ REQUIRED = (
     "PyYAML",
     "mpmath",
     "networkx",
-    "rich",
     "cloudpickle",
     "matplotlib",
     "jinja2",

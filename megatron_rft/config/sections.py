@@ -491,8 +491,8 @@ class Wandb(Section):
 
 
 class Tracking(Section):
-    progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """auto: a live display on a terminal, plain lines in a log."""
+    progress: Literal["auto", "plain", "none"] = "auto"
+    """auto: a bar on a terminal, lines in a log."""
     wandb: Wandb | None = None
     tensorboard: bool = False
     prometheus: str | None = None

@@ -44,9 +44,6 @@ class ScoredResponse:
     def key(self) -> tuple[int, int]:
         return self.prompt_index, self.sample
 
-    def __str__(self) -> str:
-        return f"{self.prompt.text}{self.text}   [reward {self.score.reward:g}]"
-
 
 @dataclass(frozen=True)
 class RoundResult:

@@ -55,7 +55,7 @@ class Tracker:
         self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
-        self._progress = make_progress(config.progress, total_steps, title=name)
+        self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
             self.note(f"{METRICS_FILE} has no lines of steps {ranges(lost)}: something else has changed the file")
 
@@ -89,9 +89,6 @@ class Tracker:
         """Write samples of the step if they are due; call this before `log` of that step."""
         if self._files and due(step, self._total_steps, self._sampled_steps):
             self._files[SAMPLES_FILE].write(step, {"samples": [shortened(sample) for sample in make()]})
-
-    def example(self, text: str) -> None:
-        self._progress.example(text)
 
     def note(self, text: str, alarm: bool = False) -> None:
         if self._files:

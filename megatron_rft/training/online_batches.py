@@ -109,7 +109,6 @@ class OnlineBatches(Batches):
             tracker.note(line)
         if sampler.refiner:
             metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
-        tracker.example(str(sampled.rollouts[0]))
         tracker.samples(step, lambda: shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
         if not self.told_of_grader and metrics["reward/grader_errors"]:
             self.told_of_grader = True

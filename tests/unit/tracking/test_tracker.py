@@ -21,7 +21,6 @@ def test_the_main_rank_writes_and_prints(tmp_path, capsys):
         tracker.log(1, {"reward/mean": torch.tensor(0.5), "tokens/generated": 64})
         tracker.sync()
         tracker.note("half way")
-        tracker.example("1 + 1 = 2")
     tracker.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["step"], record["reward/mean"], record["tokens/generated"]) == (1, 0.5, 64)
@@ -32,7 +31,6 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     with closing(Tracker(tmp_path, PLAIN, total_steps=2, is_main=False)) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         tracker.note("unseen")
-        tracker.example("unseen")
         tracker.sync()
     assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
 
