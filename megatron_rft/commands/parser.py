@@ -8,13 +8,6 @@ from pathlib import Path
 from megatron_rft import __version__
 from megatron_rft.config.engines import ENGINES
 
-# Former commands that are now scripts
-SCRIPTS = {
-    "dynamics": "python examples/figures.py dynamics RUN ... --out FILE",
-    "constraints": "python examples/figures.py constraints RUN ... --out FILE",
-    "heatmap": "python examples/figures.py heatmap RUN --out FILE.html",
-}
-
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="megatron-rft", description="Reinforcement fine-tuning on megatron-core.")
@@ -141,8 +134,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Overrides may stand before and after options, which argparse alone does not allow.
     `overrides` of the result has all overrides of the recipe file, also those from options."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given and (script := SCRIPTS.get(given[0])):
-        parser().error(f"{given[0]} is a script now: {script}")
     args, rest = parser().parse_known_args(given)
     if any(text.startswith("-") for text in rest) or rest and not hasattr(args, "overrides"):
         parser().error(f"there is no option {' '.join(rest)}")

@@ -125,18 +125,9 @@ def _plain(value: Any) -> Any:
 
 
 def load_saved(path: Path) -> Recipe:
-    """Load the recipe that a run wrote into its folder. Earlier versions also wrote the options of other trainers and
-    kinds, which did nothing: they are left out."""
+    """Load the recipe that a run wrote into its folder."""
     content = _merge({}, _read(path))
-    try:
-        return validate(content)
-    except ValidationError as error:
-        for problem in error.errors(include_url=False):
-            *sections, option = (part for part in problem["loc"] if not str(part).startswith(LABEL))
-            choices = Choices.at(tuple(map(str, problem["loc"])), WHOLE)
-            if problem["type"] == "extra_forbidden" and choices.having(str(option)):
-                reduce(getitem, sections, content).pop(option)
-        return _validated(content, [(str(path), content)])
+    return _validated(content, [(str(path), content)])
 
 
 def dump(recipe: Recipe) -> str:

@@ -1,15 +1,12 @@
 """Computes the top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rft.report.groups import RunGroup, mean_and_error
 from megatron_rft.report.runs import RecordedRun
-from megatron_rft.tracking.progress import slow_rank
 
 MOST_LEVELS = 8
-SLOW_STEPS = 10  # of a rank that the page names
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Headline:
 
 def headline(group: RunGroup) -> list[Headline]:
     """Return the headline numbers of a group, the most important first."""
-    found = [accuracy(group), *by_level(group), reward(group), *pace(group), straggler(group)]
+    found = [accuracy(group), *by_level(group), reward(group), *pace(group)]
     return [number for number in found if number is not None]
 
 
@@ -101,16 +98,6 @@ def pace(group: RunGroup) -> list[Headline]:
     if skipped:
         numbers.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
     return numbers
-
-
-def straggler(group: RunGroup) -> Headline | None:
-    """Return the rank that was slow in the most steps, if there are `SLOW_STEPS` of them."""
-    steps = [record for run in group.runs for record in run.records if "ranks/slowest" in record]
-    slow = Counter(int(record["ranks/slowest"]) for record in steps if slow_rank(record))
-    rank, count = max(slow.items(), key=lambda item: item[1], default=(0, 0))
-    if count < SLOW_STEPS:
-        return None
-    return Headline("slowest rank", str(rank), f"slow in {count} of {len(steps)} steps")
 
 
 def clock(seconds: float) -> str:

@@ -97,7 +97,7 @@ class LineChart {
     this.plot = element("div", { class: "plot" });
     this.key = element("div", { class: "key" });
     this.title = element("h3", {}, spec.title);
-    const caption = element("figcaption", {}, this.title, element("span", { class: "unit" }, spec.unit));
+    const caption = element("figcaption", {}, this.title);
     this.figure = element("figure", { class: "chart", id: `chart_${spec.id}` }, caption, ...(spec.note ? [element("p", { class: "note" }, spec.note)] : []), this.plot, this.key);
     parent.append(this.figure);
     this.plot.addEventListener("pointermove", (event) => this.hover(event));
@@ -107,7 +107,7 @@ class LineChart {
 
   use(spec) {
     this.spec = spec;
-    this.lines = Object.entries(spec.lines).map(([metric, label], i) => ({ metric, label, dash: DASHES[i] }));
+    this.lines = spec.lines.map((metric, i) => ({ metric, label: metric, dash: DASHES[i] }));
   }
 
   // What is drawn: one series per group and line, of the points that there are.
@@ -519,8 +519,8 @@ function explorer() {
   const select = document.getElementById("metric"), names = [...new Set(data.groups.flatMap((group) => Object.keys(group.metrics)))].sort();
   select.append(...names.map((name) => element("option", { value: name }, name)));
   const root = document.querySelector("#explorer .charts");
-  const spec = (name) => ({ id: "any", title: name, unit: "", note: "", log: false, floor: null, lines: { [name]: name } });
-  const drawn = new Set(data.charts.flatMap((chart) => Object.keys(chart.lines)));
+  const spec = (name) => ({ id: "any", title: name, note: "", log: false, floor: null, lines: [name] });
+  const drawn = new Set(data.charts.flatMap((chart) => chart.lines));
   const moves = (name) => data.groups.some((group) => new Set((group.metrics[name] || { mean: [] }).mean.filter((value) => value !== null)).size > 2);
   const first = names.find((name) => moves(name) && !drawn.has(name)) || names.find(moves) || names[0];
   select.value = first;

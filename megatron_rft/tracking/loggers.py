@@ -2,10 +2,7 @@
 
 import math
 import re
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +12,6 @@ from megatron_rft.utils.errors import DataError, UserError
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import without_stop_signals
 
-PROBE_TIMEOUT = 5.0  # seconds
 INIT_TIMEOUT = 30.0  # seconds; wandb's default of 90 would keep a cluster waiting
 FINISH_TIMEOUT = 60.0  # seconds; wandb has none, but a stopping job has only minutes. Unsent data stays on the disk
 
@@ -37,9 +33,9 @@ class WandbLogger:
         arguments = {"dir": str(output_dir), "id": known_id, "config": dict(resolved or {})} | dict(settings)
         limits = wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, silent=True)
         start = without_stop_signals()(partial(wandb.init, resume="allow", settings=limits))  # it starts a process
-        problem = None if settings.get("mode") == "offline" else unreachable(wandb.setup().settings.base_url)
+        problem = None
         try:
-            self._run = start(**arguments | ({"mode": "offline"} if problem else {}))
+            self._run = start(**arguments)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise UserError(
                 f"wandb refused to start: {error}. Run `wandb login`, or set tracking.wandb.mode=offline"
@@ -62,18 +58,6 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def unreachable(url: str) -> str | None:
-    """Return why the server cannot be reached, or None. wandb itself would try until its timeout."""
-    try:
-        urllib.request.urlopen(url, timeout=PROBE_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"  # wandb brings its own certificates
-    return None
 
 
 class TensorBoardLogger:

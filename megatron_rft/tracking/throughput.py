@@ -99,7 +99,8 @@ def take_memory_peak() -> float:
     return peak
 
 
-# Dense bf16 peak by a part of CUDA's device name, from NVIDIA's and AMD's data sheets; the first match counts.
+# Dense bf16 peak by a part of CUDA's device name, from NVIDIA's data sheets; the first match counts. Others:
+# tracking.peak_tflops.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -113,15 +114,6 @@ PEAK_TFLOPS = {
     "A100": 311.9,
     "A800": 311.9,
     "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A40": 149.7,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "MI300X": 1307.4,
-    "MI250X": 383.0,
 }
 
 

@@ -129,13 +129,6 @@ class TestWords:
         ranks.use_one_gpu(tmp_path)
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
-    @pytest.mark.parametrize("command", ["dynamics", "constraints"])
-    def test_a_command_that_is_a_script_now(self, capsys, command):
-        with pytest.raises(SystemExit) as caught:
-            main.main([command, "run", "--out", "x.png"])
-        assert caught.value.code == 2
-        assert f"is a script now: python examples/figures.py {command} RUN ... --out FILE" in capsys.readouterr().err
-
     def test_a_full_disk(self, capsys, monkeypatch):
         """/dev/full stands for a full disk, for every command."""
         monkeypatch.setattr(doctor, "run", lambda _args: Path("/dev/full").write_text("x" * 10))

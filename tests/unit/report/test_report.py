@@ -131,19 +131,6 @@ class TestFacts:
         (group,) = grouped(read_all([write_run(tmp_path / "run", steps=3)])[0])
         assert [(n.value, n.more) for n in headline(group) if n.label == "steps"] == [("3", "of 30")]
 
-    def test_a_rank_that_is_often_slow(self, tmp_path):
-        """Ten of 30 steps, and nine."""
-        for first, named in ((21, [("1", "slow in 10 of 30 steps")]), (22, [])):
-            folder = write_run(tmp_path / f"from{first}")
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            for line in lines[1:]:
-                slowest = 2.0 if line["step"] >= first else 1.1
-                line |= {"ranks/slowest": 1, "ranks/work_median": 1.0, "ranks/work_slowest": slowest}
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            (group,) = grouped(read_all([folder])[0])
-            assert [(n.value, n.more) for n in headline(group) if n.label == "slowest rank"] == named
-            assert shown([group])[-1].title == "Slowest rank"
-
     def test_recipe(self, four):
         facts = dict(recipe_facts(grouped(read_all(four)[0])[0]))
         assert (

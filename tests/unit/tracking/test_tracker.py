@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rft.config.sections import Tracking, Wandb
+from megatron_rft.tracking import loggers
 from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.tracker import Tracker
 
@@ -113,6 +114,7 @@ def test_wandb_without_network_is_logged_offline(tmp_path, capsys, monkeypatch, 
     """If nobody listens, or something other than wandb answers."""
     pytest.importorskip("wandb", reason="the wandb extra is not installed").teardown()  # of what other tests have set
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(loggers, "INIT_TIMEOUT", 3.0)
     config = Tracking(progress="none", wandb=Wandb(project="test"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         if answer == "nonsense":
