@@ -164,15 +164,14 @@ def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
 
 
 def reward_of(own: RewardOptions, adapter: str | None) -> RewardOptions:
-    """The reward of a benchmark: the recipe's if it fits `adapter`, else the adapter's kind with its defaults, and what
-    the recipe says of rewards that are not finite."""
+    """The reward of a benchmark: the recipe's if it fits `adapter`, else the adapter's kind with its defaults."""
     known = DATASETS.get(adapter)
     if known is None or known.reward == "model":
         return own
     if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
         return own
     rules = {"rules": known.rules} if known.rules else {}
-    return SECTIONS[known.reward](on_nonfinite=own.on_nonfinite, **rules)
+    return SECTIONS[known.reward](**rules)
 
 
 def weights(folder: Path) -> Weights:

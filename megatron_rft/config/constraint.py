@@ -18,7 +18,7 @@ from megatron_rft.config.messages import at, check_braces, hint
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 
 TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
-TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue", "server": "dialogue"}  # by reward.kind
+TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue"}  # by reward.kind
 ETA = "the paper uses 1e-2 for dialogue and 1e-4 for code"
 Place = Literal["loss", "reward"] | None
 

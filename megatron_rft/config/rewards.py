@@ -11,7 +11,6 @@ from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.one_of import OneOf
 from megatron_rft.config.sections import Count, Positive, Section
 
-OF_A_WHOLE = ("on_error", "max_error_share", "on_nonfinite")
 OF_A_PART = ("weight", "shaping", "name")
 SECTIONS: dict[str, type["RewardOptions"]] = {}  # by `reward.kind`; filled from REWARDS
 
@@ -20,12 +19,9 @@ class RewardOptions(Section):
     """The options of every kind."""
 
     kind: str
-    on_error: Literal["drop", "stop"] = "drop"
-    """If the grader itself fails on a response. drop: leave the response out and count it. stop: end the run."""
     max_error_share: float = Field(default=0.5, ge=0, le=1)
-    """With on_error: drop, the largest share of a step's responses that may be left out; above it the run ends."""
-    on_nonfinite: Literal["drop", "stop"] = "stop"
-    """If a reward is NaN or infinite. stop: end the run and name the response. drop: leave the response out."""
+    """Responses on which the grader itself fails are left out and counted; above this share of a step's responses the run
+    ends."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In a sum."""
     shaping: bool = False
@@ -52,11 +48,9 @@ class RewardOptions(Section):
                 raise at(place + option, "is for the parts of a sum")
 
     def _check(self):
-        self.unused(self.on_error == "stop", "while on_error is stop", "max_error_share")
         for place, part in self.inside().items():
-            for option in OF_A_WHOLE:
-                if part.differs(option):
-                    raise at(f"{place}.{option}", f"belongs to the whole reward: set reward.{option}")
+            if part.differs("max_error_share"):
+                raise at(f"{place}.max_error_share", "belongs to the whole reward: set reward.max_error_share")
 
     @model_serializer(mode="wrap")
     def _without_unset_options_of_a_part(self, serialise) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megatron_rft.evaluation import passk
 from megatron_rft.evaluation.cache import EvaluationCache, completions_file, lines
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rewards.base import Reward, finite, scored
+from megatron_rft.rewards.base import Reward, check_finite, scored
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.files import read_json, read_json_lines
 
@@ -93,10 +93,10 @@ class GradedSampler:
         ]
         texts = [self.decode(each.last_turn) for _, _, each in answered]
         scores = scored(self.reward, [prompt for prompt, _, _ in answered], texts, [each for _, _, each in answered])()
-        return [
-            (prompt, number, response, text, finite(score, self.reward, name, prompt, number, text))
-            for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True)
-        ]
+        graded = [(*each, text, score) for each, text, score in zip(answered, texts, scores, strict=True)]
+        for prompt, number, _, text, score in graded:
+            check_finite(score, name, prompt, number, text)
+        return graded
 
     def decode(self, ids: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)

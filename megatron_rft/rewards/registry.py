@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from megatron_rft.config.rewards import OF_A_WHOLE, REWARDS, RewardOptions
+from megatron_rft.config.rewards import REWARDS, RewardOptions
 from megatron_rft.rewards.base import Reward
 
 
@@ -13,8 +13,7 @@ def build(section: RewardOptions) -> Reward:
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
     own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
     reward = make(**{option: _option(section, option) for option in own})
-    for option in OF_A_WHOLE:
-        setattr(reward, option, getattr(section, option))
+    reward.max_error_share = section.max_error_share
     return reward
 
 

@@ -23,7 +23,6 @@ from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
-from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.plain_text import plain_text
 
 CHAT_MARKER = re.compile(r"<\|(?:im_start|start_header_id)\|>\s*(?:assistant)?\s*(?:<\|end_header_id\|>)?|<\|\w+\|>")
@@ -197,16 +196,6 @@ class Refining:
         for tasks, job in self.graded:
             found |= {task.rollout.key: refined for task, refined in zip(tasks, job.result(), strict=True)}
         return [replace(each, refined=found.get(each.key)) for each in rollouts]
-
-
-def check(rollouts: list, step: int) -> None:
-    """Stop the run if the grader failed on a refined response."""
-    failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
-    if failed:
-        raise RunFailed(
-            f"step {step}: the grader failed on {len(failed)} refined responses, first on problem "
-            f"{failed[0].prompt.index}: {failed[0].refined.score.error}"
-        )
 
 
 def statistics(rollouts: list) -> dict[str, float]:

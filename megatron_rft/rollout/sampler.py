@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, Generate, Group, Request, Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate, flat
-from megatron_rft.rewards.base import Reward, check_share, finite, scored
+from megatron_rft.rewards.base import Reward, check_finite, check_share, scored
 from megatron_rft.rollout import refiner as refinement
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 from megatron_rft.rollout.routes import RouteStore
@@ -197,12 +197,11 @@ class Sampler:
         rollouts = [with_words(r, words) for r in rollouts]
         rollouts.sort(key=lambda rollout: rollout.key)
         when = f"step {step}"
-        rollouts = [replace(r, score=finite(r.score, self.reward, when, r.prompt, r.sample, r.text)) for r in rollouts]
+        for each in rollouts:
+            check_finite(each.score, when, each.prompt, each.sample, each.text)
         failed = ungraded(rollouts)  # the same on all ranks, so all of them stop
-        if self.reward.on_error == "stop" or len(failed) == len(rollouts):
+        if not self.reward.max_error_share or len(failed) == len(rollouts):
             check_share(failed, len(rollouts), self.reward, when)
-        if self.refiner and self.reward.on_error == "stop":
-            refinement.check(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
         seconds = (max(getattr(result, name) for result in results) for name in clocks)
         return RoundResult(rollouts, *seconds, sum(result.siblings_differ for result in results))

@@ -172,7 +172,7 @@ def grader_errors(rollouts: list[ScoredResponse], step: int) -> str:
     failed = [each.score.error for each in rollouts if each.score.error is not None]
     return (
         f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, which are left out "
-        f"(reward.on_error=drop), first with {failed[0]}. Each step's line counts them (reward/grader_errors)"
+        f"(reward.max_error_share), first with {failed[0]}. Each step's line counts them (reward/grader_errors)"
     )
 
 

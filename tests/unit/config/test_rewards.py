@@ -32,7 +32,7 @@ def load(tmp_path, reward: dict):
         ({"kind": "sum"}, "reward.parts: is required"),
         ({"kind": "sum", "parts": [{"kind": "choice", "shaping": True}]}, "at least one must be a verifier"),
         ({"kind": "sum", "parts": [{"kind": "choice"}, {"kind": "choice"}]}, "two are called 'choice'"),
-        ({"kind": "sum", "parts": [{"kind": "choice", "on_error": "stop"}]}, "set reward.on_error"),
+        ({"kind": "sum", "parts": [{"kind": "choice", "max_error_share": 0.1}]}, "set reward.max_error_share"),
         ({"kind": "by_row", "kinds": {"a": {"kind": "choice", "weight": 2.0}}}, "is for the parts of a sum"),
     ],
 )

@@ -158,5 +158,5 @@ def test_the_first_failure_of_a_grader_is_told_with_its_exception():
         return SimpleNamespace(score=SimpleNamespace(error=error))
 
     told = grader_errors([rollout(None), rollout("mine.py:f: KeyError: 'x'"), rollout("another")], step=3)
-    assert told.startswith("step 3: the grader failed on 2 of 3 responses, which are left out (reward.on_error=drop)")
+    assert told.startswith("step 3: the grader failed on 2 of 3 responses, which are left out (reward.max_error_share)")
     assert "first with mine.py:f: KeyError: 'x'. Each step's line counts them" in told
