@@ -20,8 +20,8 @@ class RewardOptions(Section):
 
     kind: str
     max_error_share: float = Field(default=0.5, ge=0, le=1)
-    """Responses on which the grader itself fails are left out and counted; above this share of a step's responses the run
-    ends."""
+    """Responses on which the grader itself fails are left out and counted; above this share of a step's responses the
+    run ends."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In a sum."""
     shaping: bool = False

@@ -333,8 +333,7 @@ class Data(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template. {enable_thinking: false}: Qwen3 answers without thinking first."""
     max_prompt_tokens: Count = 512
-    overlong: Literal["drop", "error"] = "drop"
-    """drop: leave longer prompts out, and report their number. error: end the run."""
+    """Longer prompts are left out, and their number is reported."""
     shuffle: bool = True
     """Draw a new order each epoch, from run.seed."""
     limit: Count | None = None

@@ -14,9 +14,8 @@ from glob import escape
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME, SAVED
-from megatron_rft.data.configurations import README
 from megatron_rft.data.fields import Remote
-from megatron_rft.data.selection import Choice, select
+from megatron_rft.data.selection import README, Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import one_of_node
@@ -82,12 +81,9 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _readme(where: dict[str, str | None], names: list[str], **options: bool) -> Path | None:
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
-    try:
-        return Path(hf_hub_download(filename=README, **where, **options)) if README in names else None
-    except errors.LocalEntryNotFoundError:  # downloaded by an older version of this package
-        return None
+    return Path(hf_hub_download(filename=README, **where, **options)) if README in names else None
 
 
 def _file_names(where: dict[str, str | None], ask: bool) -> tuple[list[str], Path | None]:
@@ -105,10 +101,7 @@ def _file_names(where: dict[str, str | None], ask: bool) -> tuple[list[str], Pat
             folder = Path(snapshot_download(**where, allow_patterns=[], local_files_only=True))
         except errors.LocalEntryNotFoundError:
             raise error from None
-    try:
-        return [file.path for file in get_cached_repo_tree(**where)], folder
-    except errors.CachedRepoTreeNotFoundError:  # downloaded by an older huggingface_hub
-        return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()], folder
+    return [file.path for file in get_cached_repo_tree(**where)], folder
 
 
 def is_here(path: str, option: str = "model.path") -> bool:

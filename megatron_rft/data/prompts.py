@@ -36,6 +36,10 @@ class Place:
     index: int
     source: str
 
+    @property
+    def row(self) -> Row:
+        return self.rows[self.index]
+
     def __str__(self) -> str:
         found = self.rows.place(self.index) if isinstance(self.rows, Rows) else None
         return found or f"{self.source}: row {self.index + 1}"
@@ -81,12 +85,12 @@ def demonstrations(
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
     places = [Place(rows, prompt.index, source) for prompt in answered]
-    texts = [field_text(rows[place.index], form.answer_field, place) for place in places]
+    texts = [field_text(place.row, form.answer_field, place) for place in places]
     plain = plain_text(tokenizer)
     encoded = plain.encode([plain.hidden(text) for text in texts])
     examples = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     lengths = [len(each.response_ids) for each in examples]
-    _check_lengths(lengths, places, "response", "rollout.max_response_tokens", max_response_tokens, form.overlong)
+    _check_lengths(lengths, source, "response", "rollout.max_response_tokens", max_response_tokens)
     kept = [each for each in examples if len(each.response_ids) <= max_response_tokens]
     if len(kept) < len(examples):
         dropped["response too long"] = len(examples) - len(kept)
@@ -133,26 +137,23 @@ def eos_token_id(tokenizer: Any) -> int:
 
 def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -> tuple[list[Prompt], dict[str, int]]:
     unusable = Counter(row["unusable"] for row in rows if form.adapted and "unusable" in row)
-    indexed = [(index, row) for index, row in enumerate(rows) if not form.adapted or "unusable" not in row]
-    if not indexed:
+    places = [Place(rows, i, source) for i, row in enumerate(rows) if not form.adapted or "unusable" not in row]
+    if not places:
         raise DataError(f"{source}: none of its {len(rows)} rows can be used: {', '.join(unusable)}")
-    places = [Place(rows, index, source) for index, _ in indexed]
-    _check_fields([row for _, row in indexed], places, form)
-    questions = [question_of(row, form, place, tokenizer) for (_, row), place in zip(indexed, places, strict=True)]
+    _check_fields(places, form)
+    questions = [question_of(place.row, form, place, tokenizer) for place in places]
     images: list[Pictures | None] = [None] * len(questions)
     if form.image_field:
         reader = ImageReader.of(tokenizer, form.image_field, *form.image_pixels)
-        images = [reader.read(row, place) for (_, row), place in zip(indexed, places, strict=True)]
+        images = [reader.read(place.row, place) for place in places]
     texts = [question.rendered(tokenizer, each) for question, each in zip(questions, images, strict=True)]
     whole = [each.fill(text) if each else text for text, each in zip(texts, images, strict=True)]
     encoded = encode(whole, tokenizer, [bool(question.chat) for question in questions])
     lengths, shown = [len(ids) for ids in encoded], plain_text(tokenizer).shown
-    _check_lengths(lengths, places, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens, form.overlong)
+    _check_lengths(lengths, source, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
     prompts = [
-        Prompt(index, tuple(ids), shown(text), _answer(row, form, place), _rest(row, form), shown(question.text), each)
-        for (index, row), place, question, text, ids, each in zip(
-            indexed, places, questions, texts, encoded, images, strict=True
-        )
+        Prompt(at.index, tuple(ids), shown(text), _answer(at, form), _rest(at.row, form), shown(question.text), seen)
+        for at, question, text, ids, seen in zip(places, questions, texts, encoded, images, strict=True)
         if 0 < len(ids) <= form.max_prompt_tokens
     ]
     reasons = unusable | {
@@ -164,9 +165,9 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     return prompts, {reason: count for reason, count in reasons.items() if count}
 
 
-def _answer(row: Row, form: PromptFormat, place: Place) -> str:
+def _answer(place: Place, form: PromptFormat) -> str:
     """An adapter has already extracted the answer, so a "####" in it belongs to the answer."""
-    value = row[form.answer_field]
+    value = place.row[form.answer_field]
     if form.adapted:
         return str(value)
     try:
@@ -181,33 +182,22 @@ def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in left}
 
 
-def _check_fields(rows: list[Row], places: list[Place], form: PromptFormat) -> None:
+def _check_fields(places: list[Place], form: PromptFormat) -> None:
     """Checks that every row has every field that the recipe names."""
-    template = form.template
-    wanted = {form.answer_field: "data.answer_field"}
-    wanted |= {name: "data.prompt_template" for name in template_fields(template)} if template else {}
-    wanted |= {} if template else {form.prompt_field: "data.prompt_field"}
-    for row, place in zip(rows, places, strict=True):
-        for name, option in wanted.items():
-            if name not in row:
-                raise DataError(
-                    f"{place} has no field {name!r} ({option}); it has {', '.join(map(repr, row))}."
-                    f"{did_you_mean(name, row)}"
-                )
+    template, wanted = form.template, {form.answer_field: "data.answer_field"}
+    named = dict.fromkeys(template_fields(template), "data.prompt_template") if template else {}
+    wanted |= named if template else {form.prompt_field: "data.prompt_field"}
+    for place in places:
+        row = place.row
+        for name in [name for name in wanted if name not in row]:
+            there = f"it has {', '.join(map(repr, row))}.{did_you_mean(name, row)}"
+            raise DataError(f"{place} has no field {name!r} ({wanted[name]}); {there}")
 
 
-def _check_lengths(lengths: list[int], places: list[Place], what: str, option: str, limit: int, overlong: str) -> None:
-    """Refuses a data set whose prompts are all too long or, with `overlong` error, any of them."""
-    source = places[0].source
-    long = sum(length > limit for length in lengths)
-    if long == len(lengths):
+def _check_lengths(lengths: list[int], source: str, what: str, option: str, limit: int) -> None:
+    """Refuses a data set whose prompts are all too long."""
+    if min(lengths) > limit:
         raise DataError(
             f"{source}: all {len(lengths)} {what}s are longer than {option}={limit}; the shortest has "
             f"{min(lengths)} tokens, the longest {max(lengths)}: set {option} to at least {min(lengths)}"
-        )
-    if long and overlong == "error":
-        first = next(place for place, length in zip(places, lengths, strict=True) if length > limit)
-        raise DataError(
-            f"{source}: {long} of {len(lengths)} {what}s are longer than {option}={limit}, first that of "
-            f"{first} (longest: {max(lengths)}): raise it, or leave them out with data.overlong=drop"
         )

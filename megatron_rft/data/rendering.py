@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.adapters.common import conversation
@@ -41,7 +41,6 @@ class PromptFormat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of functions, which the chat template shows
     max_prompt_tokens: int = 512
-    overlong: Literal["drop", "error"] = "drop"
     answered: bool = True  # rows need an answer; false where tests or a reward model grade
     image_field: str | None = None  # the column of a prompt's images
     image_pixels: tuple[int | None, int | None] = (None, None)  # the least and most of an image; None: the processor's

@@ -9,9 +9,8 @@ from pathlib import Path
 from megatron_rft.config.datasets import ARITHMETIC, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
 from megatron_rft.data import arithmetic, hub, tables
 from megatron_rft.data.adapters import adapt
-from megatron_rft.data.configurations import README
 from megatron_rft.data.fields import File, Remote, Row
-from megatron_rft.data.selection import Choice, kind_of, select
+from megatron_rft.data.selection import README, Choice, kind_of, select
 from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines, tsv_file
 from megatron_rft.utils.errors import DataError, first_line
 

@@ -3,10 +3,11 @@
 
 Publishers put the split into the file's name ("train-00000-of-00004.parquet", "data/test.jsonl"), and a subset into the
 folder's ("main/test-00000-of-00001.parquet"). A name is split into words; information that is not in a word is not
-guessed.
+guessed. Configurations and splits that a README.md declares go before names: `datasets` says which files these are.
 """
 
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -14,8 +15,10 @@ from os.path import commonprefix
 from pathlib import Path, PurePosixPath
 
 from megatron_rft.config.datasets import READ, SAVED, suffix_of
-from megatron_rft.data.configurations import declared_splits
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils.files import temporary_folder
+
+README = "README.md"
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's answers, which the adapter joins, and documents
@@ -34,8 +37,7 @@ class Choice:
 
 
 def select(names: Iterable[str], choice: Choice, source: str, readme: Path | None = None) -> list[str]:
-    """The selected `names` (relative paths), sorted. `source` is named in errors. Configurations that the data set's
-    `readme` declares go before names."""
+    """The selected `names` (relative paths), sorted. `source` is named in errors."""
     every = sorted(_data(list(names)))
     declared = {} if choice.files or readme is None else declared_splits(every, readme, choice.subset, source)
     chosen = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
@@ -118,3 +120,47 @@ def _wanted(choice: Choice) -> str:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return f"there are {shown}" if names else f"there is no {READ} file at all"
+
+
+def declared_splits(names: Iterable[str], readme: Path, subset: str | None, source: str) -> dict[str, list[str]]:
+    """The files of each split of the configuration `subset`; without one, of the default or of all configurations.
+    Empty if the README declares no such configuration: names then say what belongs to it.
+
+    Raises:
+        DataError: the README declares files that are not there.
+    """
+    from huggingface_hub import metadata_load
+
+    try:
+        if not (readme.is_file() and (metadata_load(readme) or {}).get("configs")):
+            return {}
+        with temporary_folder() as folder:
+            _mirror(names, readme, folder / "data")
+            return _splits(folder / "data", folder / "cache", subset)
+    except Exception as error:  # of YAML, datasets, the file system
+        raise DataError(
+            f"{source}: the configurations of its {README} cannot be used ({first_line(error)}): choose by the option "
+            "files which to read"
+        ) from None
+
+
+def _mirror(names: Iterable[str], readme: Path, folder: Path) -> None:
+    """Empty files with these names: `datasets` decides as if the whole data set was here."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    shutil.copy(readme, folder / README)
+
+
+def _splits(folder: Path, cache: Path, subset: str | None) -> dict[str, list[str]]:
+    import datasets
+
+    every = datasets.get_dataset_config_names(str(folder))
+    default = datasets.get_dataset_default_config_name(str(folder))
+    chosen = [subset] if subset else [default] if default else every
+    splits: dict[str, list[str]] = {}
+    for name in [name for name in chosen if name in every]:
+        files = datasets.load_dataset_builder(str(folder), name, cache_dir=str(cache)).config.data_files
+        for split, paths in files.items():
+            splits.setdefault(str(split), []).extend(str(Path(path).relative_to(folder)) for path in paths)
+    return splits

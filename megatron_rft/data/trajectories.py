@@ -26,7 +26,6 @@ from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import digest, read_json, replacing, write_atomically
 
 INDEX = "index.json"
-BINS = 10  # of the histogram of lengths
 IDS = pa.list_(pa.int32())
 
 
@@ -134,9 +133,6 @@ def hold_out(problems: list[int], share: float, seed: int) -> list[int]:
 
 def summary(problems: dict[int, list[int | None]], outcomes: dict[int, str], lengths: list[int]) -> dict[str, Any]:
     graded = [reward for rewards in problems.values() for reward in rewards if reward is not None]
-    width = max(1, -(-max(lengths) // BINS))
-    histogram = Counter(max(length - 1, 0) // width for length in lengths)
-    bins = -(-max(lengths) // width)
     return {
         "problems": len(problems),
         "responses": len(lengths),
@@ -144,23 +140,18 @@ def summary(problems: dict[int, list[int | None]], outcomes: dict[int, str], len
         **{what.replace(" ", "_"): count for what, count in sorted(Counter(outcomes.values()).items())},
         "share_right": sum(reward > 0 for reward in graded) / len(graded) if graded else 0.0,
         "mean_tokens": sum(lengths) / len(lengths),
-        "lengths": {f"{width * b + 1}-{width * (b + 1)}": histogram[b] for b in range(bins)},
+        "most_tokens": max(lengths),
     }
 
 
 def describe(facts: dict[str, Any]) -> str:
     """A readable summary."""
     dropped = {name: facts.get(name.replace(" ", "_"), 0) for name in ("all right", "all wrong", "not graded")}
-    most = max(facts["lengths"].values())
-    bars = [f"  {name:>12} {'#' * round(40 * n / most)} {n}" for name, n in facts["lengths"].items()]
-    return "\n".join(
-        [
-            f"{facts['responses']} responses to {facts['problems']} problems, {facts['share_right']:.1%} right",
-            f"{facts.get('kept', 0)} problems kept, {facts['held_out']} of them held out; dropped: "
-            + ", ".join(f"{count} {name}" for name, count in dropped.items()),
-            f"response tokens, {facts['mean_tokens']:.0f} in the mean:",
-            *bars,
-        ]
+    return (
+        f"{facts['responses']} responses to {facts['problems']} problems, {facts['share_right']:.1%} right\n"
+        f"{facts.get('kept', 0)} problems kept, {facts['held_out']} of them held out; dropped: "
+        f"{', '.join(f'{count} {name}' for name, count in dropped.items())}\n"
+        f"response tokens: {facts['mean_tokens']:.0f} in the mean, {facts['most_tokens']} at most"
     )
 
 

@@ -12,8 +12,8 @@ class Reward(ABC):
     """Calls come from one thread. If the grader fails twice, it returns Score(error=...), never a reward of 0."""
 
     maximum: float  # no reward is above it; infinity where there is no bound. Such a response cannot be improved
-    # The share of a step's responses on which the grader may fail; above it the run ends. They are counted, and left out
-    # of the batch and of the statistics of rewards.
+    # The share of a step's responses on which the grader may fail; above it the run ends. They are counted, and
+    # left out of the batch and of the statistics of rewards.
     max_error_share = 0.5
 
     @abstractmethod

@@ -43,7 +43,7 @@ class Problems:
     def prompt_format(self, part: str) -> PromptFormat:
         """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
-        shared = ("chat", "chat_template_kwargs", "max_prompt_tokens", "overlong")
+        shared = ("chat", "chat_template_kwargs", "max_prompt_tokens")
         common = {name: getattr(data, name) for name in shared}
         common["tools"] = schemas(self.environment) if self.environment else ()
         if source.adapter is None:

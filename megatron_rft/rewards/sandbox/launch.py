@@ -82,5 +82,5 @@ def describe(contained: bool) -> str:
     """Return one line about the isolation, for the log."""
     user = "the user nobody" if os.geteuid() == 0 else "this user"
     if contained:
-        return f"a container without network, files or processes of this machine; limits, a filter of system calls, as {user}"
+        return f"a container without network, files or processes of this machine, with limits, as {user}"
     return f"no container: resource limits and a filter of system calls, as {user}: THEY CAN READ THIS MACHINE'S FILES"

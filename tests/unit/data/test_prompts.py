@@ -42,10 +42,6 @@ def test_prompts_keep_row_numbers_fields_and_answers(tokenizer):
 def test_long_prompts_are_dropped_and_counted_or_refused(tokenizer):
     kept = prompt_set(ROWS[::-1], tokenizer, PromptFormat(max_prompt_tokens=2), "rows")
     assert [prompt.index for prompt in kept.prompts] == [1] and kept.dropped == {"prompt too long": 1}
-    with pytest.raises(
-        DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=2, first that of rows: row 2 "
-    ):
-        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=2, overlong="error"), "rows")
     with pytest.raises(DataError, match="all 2 prompts .* the shortest has 2 tokens.* to at least 2"):
         prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=1), "rows")
 
@@ -61,7 +57,6 @@ MESSAGES = [{"role": "user", "content": "1"}]
         ({"question": MESSAGES}, {}, ": the prompt is a list of messages, but the tokenizer has no chat template"),
         ({"answer": {}}, {}, ": the field 'answer' is an object"),
         ({}, {"prompt_template": "{level}"}, " has no field 'level'"),
-        ({"question": "3+4+5"}, {"max_prompt_tokens": 2, "overlong": "error"}, " .longest: 3.: raise it"),
     ],
 )
 def test_a_row_of_a_folder_is_named_by_its_file_and_line(tokenizer, tmp_path, row, form, message):
