@@ -96,9 +96,8 @@ def pytest_runtest_setup():
         sys.modules["numpy"].random.seed(0)
 
 
-# Threads and open files of libraries, such as torch's and vLLM's, and of one model that pytest still holds. The fault
-# that this finds, groups of every layout of a file that live on, has many hundreds.
-LEFT = 100
+# Threads and open files of libraries, such as torch's and vLLM's. One layout's groups have 48.
+LEFT = 24
 
 
 def held() -> dict[str, int]:

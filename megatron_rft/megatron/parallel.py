@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_rft.config.sections import Faults
@@ -280,14 +281,26 @@ def destroy_layout() -> None:
     for group in parallel_state._global_process_group_list or ():
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
+    _forget_layout()
     gc.collect()  # what a model that is gone holds in cycles
+
+
+def _forget_layout() -> None:
+    """megatron-core keeps some groups of a layout that it destroys, and their threads with them: in variables, and in
+    the caches of rotary tables, whose keys are the modules."""
+    parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    parallel_state._HYBRID_DP_CP_GROUPS.clear()
+    RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
 
 
 def shutdown() -> None:
     """Destroy all groups. Otherwise gloo's threads may still run when the process ends, which then aborts."""
     if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+        _forget_layout()
         dist.destroy_process_group()
         _host.clear()
     while _set_here:
