@@ -7,11 +7,8 @@ the process that started it ends, for any reason.
 """
 
 import contextlib
-import ctypes
 import functools
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,13 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils import end_with_parent
-from megatron_rft.utils.end_with_parent import STOP_SIGNALS, die_with
+from megatron_rft.utils.end_with_parent import (  # noqa: F401 (names of processes, found here)
+    END,
+    PR_SET_CHILD_SUBREAPER,
+    STOP_SIGNALS,
+    children,
+    die_with,
+    parent_of,
+    shared_memory,
+    status_fields,
+)
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-SHARED = r"/dev/shm/(psm_|vllm_dist_|.*cpushm)"  # vLLM's: Python's, and that of its ranks on CPUs
 ENDING = (sys.executable, "-IS", end_with_parent.__file__)  # followed by the parent's pid and a command
-REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # the same
-END = signal.SIGHUP  # what ends a reaper
+REAPER = (*ENDING, "--reap")  # followed by a folder to remove, or nothing, and the same
 FIRST_INTERRUPT = "stopping after this step; Ctrl-C again to kill\n"
 SAME_S = 1.0
 
@@ -40,8 +43,7 @@ def start_helper(
     """Start a helper process of a run, in a session of its own. `reap`: when it ends, or is told to by `end_reaper`,
     kill all processes that it has started. `remove`: with `reap`, a folder to remove if this process ends before it.
     `log`: the file to which its output is appended. `options`: those of Popen."""
-    own = ["--remove", str(remove)] if remove else []
-    whole = [*(REAPER if reap else ENDING), str(os.getpid()), *own, *command]
+    whole = [*((*REAPER, str(remove or "")) if reap else ENDING), str(os.getpid()), *command]
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
     with contextlib.ExitStack() as stack:
         if log is not None:
@@ -93,58 +95,6 @@ class Interrupts:
         return now - self._first > SAME_S
 
 
-def reaper(parent: int, command: list[str]) -> int:
-    """Run a command, and kill all processes that it started when it ends, on END, and when `parent` ends. Returns the
-    command's status. Removes vLLM's shared memory that these processes used. `command` may begin with --remove FOLDER,
-    which is removed if `parent` has ended."""
-    remove, command = (command[1], command[2:]) if command[0] == "--remove" else (None, command)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
-    signal.signal(END, _leave)
-    try:
-        die_with(parent, END)
-        process = subprocess.Popen([*ENDING, str(os.getpid()), *command], close_fds=False)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of `pass_fds` are the command's alone
-        return process.wait()
-    finally:
-        signal.signal(END, signal.SIG_IGN)
-        shared: set[str] = set()
-        while left := children(os.getpid()):
-            shared |= {path for pid in left for path in shared_memory(pid)}
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            for pid in left:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-        for path in shared:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        if remove and os.getppid() != parent:
-            shutil.rmtree(remove, ignore_errors=True)
-
-
-def shared_memory(pid: int, pattern: str = SHARED) -> set[str]:
-    """Paths that begin with `pattern` of files that a process has mapped and that still have a name."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        paths = ("/" + line.partition("/")[2] for line in lines)
-        return {path for path in paths if re.match(pattern, path) and not path.endswith(" (deleted)")}
-    return set()
-
-
-def status_fields(pid: int) -> list[str]:
-    """What /proc/PID/stat has after the program's name, which may contain spaces: state, parent, ...; empty where there
-    is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
-
-
-def _leave(number: int, _frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    sys.exit(128 + number)
-
-
 def reserved_port(host: str = "127.0.0.1") -> socket.socket:
     """Bind a free port of `host`, an address of this machine. The kernel gives it to no other process while the
     returned socket is open. On Linux a server that sets SO_REUSEADDR can still listen on it."""
@@ -152,13 +102,6 @@ def reserved_port(host: str = "127.0.0.1") -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))
     return reserved
-
-
-def children(pid: int) -> list[int]:
-    """Return the pids of the children, including zombies. Scans all processes, because the kernel lists children by
-    thread, and the list of threads changes."""
-    every = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return sorted(each for each in every if parent_of(each) == pid)
 
 
 def activity(reaper: int) -> str | None:
@@ -174,12 +117,6 @@ def activity(reaper: int) -> str | None:
     return "".join(found)
 
 
-def parent_of(pid: int) -> int:
-    """Return the parent's pid; 0 where there is no such process."""
-    fields = status_fields(pid)
-    return int(fields[1]) if fields else 0
-
-
 def process_state(pid: int) -> str:
     """Return the letter of its state; empty where there is no such process."""
     return (status_fields(pid) or [""])[0]
@@ -189,10 +126,3 @@ def started(pid: int) -> str:
     """Return when a process was started; empty where there is none, or where it has ended."""
     fields = status_fields(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
-
-
-if __name__ == "__main__":
-    status = reaper(int(sys.argv[1]), sys.argv[2:])
-    if status < 0:
-        os.kill(os.getpid(), -status)  # end as the command did
-    sys.exit(status)
