@@ -83,7 +83,7 @@ def _blocks(content: Any) -> Any:
 
 
 def _function(tool: dict, schema: Any) -> dict:
-    about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
+    about = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": about}
 
 
@@ -138,6 +138,106 @@ def anthropic_error(refused: Any) -> dict[str, Any]:
     }
 
 
+# ---- OpenAI's /v1/responses, as far as codex needs it
+
+KEEPS = ("previous_response_id", "conversation", "background", "prompt")  # they need what this server does not keep
+OF_MODEL = ("model", "stream", "temperature", "top_p", "top_logprobs", "tool_choice")
+
+
+def from_responses(body: dict) -> dict:
+    if kept := [name for name in KEEPS if body.get(name)]:
+        raise ValueError(f"{kept[0]} is not supported: each request must have all items in `input`")
+    given = body["input"]
+    messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        _add_item(messages, item)
+    asked = {name: body[name] for name in OF_MODEL if name in body} | {"messages": messages}
+    asked |= {"max_tokens": body.get("max_output_tokens")}
+    asked |= {"response_format": (body.get("text") or {}).get("format"), "tools": []}
+    for tool, _ in _functions(body):
+        if tool["type"] == "function":
+            asked["tools"].append(_function(tool, tool.get("parameters")))
+        elif tool["type"].startswith("web_search"):
+            asked["web_search"] = True
+        else:
+            raise ValueError(f"a tool of type {tool['type']!r} is not supported: only function")
+    return asked
+
+
+def _functions(body: dict) -> Iterable[tuple[dict, str | None]]:
+    """The tools, each with its namespace."""
+    for tool in body.get("tools") or ():
+        inside = tool["type"] == "namespace"
+        yield from ((each, tool["name"]) for each in tool["tools"]) if inside else [(tool, None)]
+
+
+def _add_item(messages: list[dict], item: dict) -> None:
+    """Append an item. The calls of a turn are items behind its text."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item["role"], "content": item["content"]})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        called = _call(item["call_id"], item["name"], item["arguments"])
+        messages[-1].setdefault("tool_calls", []).append(called)
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    elif kind != "reasoning":
+        raise ValueError(f"an item of type {kind!r} is not supported")
+
+
+def to_response(whole: dict, body: dict) -> dict:
+    choice, usage, id = whole["choices"][0], whole["usage"], whole["id"].removeprefix("chatcmpl-")
+    message, cut = choice["message"], choice["finish_reason"] == "length"
+    items: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
+    if message["content"] or not message.get("tool_calls"):
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
+        items.append({"type": "message", "role": "assistant", "content": [part]})
+    spaces = {tool.get("name"): {"namespace": space} for tool, space in _functions(body) if space}
+    for call in message.get("tool_calls", ()):
+        named = spaces.get(call["function"]["name"], {})
+        items.append({"type": "function_call", "call_id": call["id"], **call["function"], **named})
+    status = {"status": "incomplete" if cut else "completed"}
+    items = [{"id": f"item_{id}_{place}"} | item | status for place, item in enumerate(items)]
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    counts |= {"total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+    counts |= {"input_tokens_details": usage["prompt_tokens_details"]}
+    about = {"id": f"resp_{id}", "object": "response", "created_at": whole["created"], "model": whole["model"]}
+    about |= {"error": None, "incomplete_details": {"reason": "max_output_tokens"} if cut else None} | status
+    about |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": body.get("tools") or []}
+    return about | {"output": items, "usage": counts}
+
+
+def response_events(whole: dict, body: dict) -> Iterable[Event]:
+    for number, (kind, about) in enumerate(_response_events(to_response(whole, body))):
+        yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": number} | about
+
+
+def _response_events(response: dict) -> Iterable[tuple[str, dict]]:
+    begun = response | {"output": [], "status": "in_progress", "usage": None, "incomplete_details": None}
+    yield "created", {"response": begun}
+    yield "in_progress", {"response": begun}
+    for index, item in enumerate(response["output"]):
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield "output_item.added", {"output_index": index, "item": item | empty | {"status": "in_progress"}}
+        place = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            yield "function_call_arguments.delta", place | {"delta": item["arguments"]}
+            yield "function_call_arguments.done", place | {"arguments": item["arguments"]}
+        for number, part in enumerate(item.get("content", ())):
+            own = place | {"content_index": number} | ({"logprobs": []} if "logprobs" in part else {})
+            yield "content_part.added", own | {"part": part | {"text": ""}}
+            yield f"{part['type']}.delta", own | {"delta": part["text"]}
+            yield f"{part['type']}.done", own | {"text": part["text"]}
+            yield "content_part.done", own | {"part": part}
+        yield "output_item.done", {"output_index": index, "item": item}
+    yield response["status"], {"response": response}
+
+
 CHAT = Dialect(lambda body: body, lambda whole, body: whole, chat_events, openai_error)
 MESSAGES = Dialect(from_messages, to_message, message_events, anthropic_error)
-DIALECTS = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES}
+RESPONSES = Dialect(from_responses, to_response, response_events, openai_error)
+DIALECTS = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES}

@@ -39,7 +39,8 @@ REFUSED: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-OVERRULED = ("temperature", "top_p", "top_k", "min_p", "seed")  # the recipe's sampling counts
+OVERRULED = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), "the recipe's sampling counts")
+OVERRULED["web_search"] = "this server has none, and the policy is not told of it"
 
 
 @dataclass(eq=False)
@@ -174,11 +175,11 @@ class Endpoint:
             if asked.get(name) is not None and asked[name] not in allowed:
                 why = "the policy is trained on its own distribution, and the engine returns nothing else"
                 raise Refused(400, f"{name} is not supported: {why}")
-        for name in OVERRULED:
+        for name, why in OVERRULED.items():
             if asked.get(name) is not None and name not in self.told:
                 self.told.add(name)
                 value = f"{name}={asked[name]!r:.20}"
-                print(f"environment: the program asks for {value}; the recipe's sampling counts", flush=True)
+                print(f"environment: the program asks for {value}; {why}", flush=True)
 
     # ---- answers
 

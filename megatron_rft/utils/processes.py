@@ -60,7 +60,7 @@ def end_reaper(process: subprocess.Popen) -> None:
 
 def absolute(part: str) -> str:
     """A part of a command for another working folder: the path of a file is made absolute."""
-    return str(Path(part).absolute()) if Path(part).is_file() else part
+    return os.path.abspath(part) if os.path.isfile(part) else part  # a script of a shell is too long for Path.is_file
 
 
 @contextlib.contextmanager

@@ -222,5 +222,48 @@ def anthropic_route() -> None:
     Path("found.json").write_text(json.dumps(found))
 
 
+def responses_route() -> None:
+    """/v1/responses by openai's client, as codex asks it: items, calls of functions, streams."""
+    import openai
+
+    client, found = openai.OpenAI(max_retries=0), []
+    function = {"type": "function", "name": "add", "strict": False, "parameters": TOOLS[0]["function"]["parameters"]}
+    asked = {
+        "model": "policy",
+        "instructions": "You help.",
+        "tools": [{"type": "namespace", "name": "sums", "tools": [function]}],
+    }
+    asked["tools"] += [{"type": "web_search"}]
+    asked |= {"tool_choice": "auto", "store": False, "include": ["reasoning.encrypted_content"]}
+    items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "add"}]}]
+    with client.responses.stream(input=items, **asked) as stream:
+        kinds = [event.type for event in stream]
+        first = stream.get_final_response()
+    thought, text, call = first.output
+    found.append(
+        [thought.content[0].text, text.content[0].text, call.namespace, call.name, call.arguments, first.status]
+    )
+    found.append([kinds[0], kinds[1], kinds[-1], sorted({*kinds[2:-1]})])
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+    second = client.responses.create(input=items, **asked)
+    found.append([second.output_text, second.usage.input_tokens_details.cached_tokens > 0, second.status])
+    items += [item.model_dump(exclude_none=True) for item in second.output] + [user("more")]
+    third = client.responses.create(input=items, **asked, max_output_tokens=2)
+    found.append([third.status, third.incomplete_details.reason, third.usage.output_tokens])
+    image = {"type": "input_image", "image_url": "data:image/png;base64,"}
+    for name, more in {
+        "image": {"input": [{"role": "user", "content": [image]}]},
+        "kept": {"previous_response_id": first.id},
+        "tool": {"tools": [{"type": "custom", "name": "patch"}]},
+        "form": {"text": {"format": {"type": "json_object"}}},
+    }.items():
+        try:
+            client.responses.create(**asked | {"input": "hi"} | more)
+        except openai.BadRequestError as error:
+            found.append([name, error.status_code, error.code, error.body["message"]])
+    Path("found.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -37,6 +37,11 @@ EXPECTED = {"HOME", "TMPDIR", "MEGATRON_RFT_ROW", "MEGATRON_RFT_MODEL", "MEGATRO
 EXPECTED |= {f"{api}_{what}" for api in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")} | {
     "OPENAI_API_BASE"
 }
+EVENTS = {f"{part}.{what}" for part in ("content_part", "output_item") for what in ("added", "done")} | {
+    f"{part}.{what}"
+    for part in ("function_call_arguments", "output_text", "reasoning_text")
+    for what in ("delta", "done")
+}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 41}}</tool_call>'
 
 
@@ -257,22 +262,24 @@ from pathlib import Path
 from megatron_rft.utils.processes import start_helper
 folder = Path(sys.argv[1])
 command = ["sh", "-c", "setsid nohup sh -c 'while true; do date >> late.txt; sleep 0.05; done' & sleep 600"]
-start_helper(command, reap=True, remove=folder, cwd=folder / "work")
+for number in range(int(sys.argv[2])):
+    (folder / f"{number}/work").mkdir(parents=True)
+    start_helper(command, reap=True, remove=folder, cwd=folder / f"{number}/work")
 print("started", flush=True)
 time.sleep(600)
 """
 
 
-def test_nothing_stays_of_a_killed_trainer(tmp_path):
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_nothing_stays_of_a_killed_trainer(tmp_path, count):
     folder = tmp_path / "programs"
-    (folder / "work").mkdir(parents=True)
-    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE)
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(count)], stdout=subprocess.PIPE)
     assert trainer.stdout.readline()
-    while not (folder / "work/late.txt").exists():
+    while not all((folder / f"{number}/work/late.txt").exists() for number in range(count)):
         time.sleep(0.02)
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (folder.exists() or below(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not folder.exists() and not below(str(folder))
@@ -364,6 +371,45 @@ def test_anthropics_route(tokenizer):
     whole = tokenizer.decode([*response.prompt_ids, *response.token_ids])
     assert whole.count("10 tokens left") == 1 and whole.index("10 tokens left") < whole.index("So: ")
     assert whole.count("You help.") == 1 and whole.index("42") < whole.index("Go on.") < whole.index("5 tokens left")
+
+
+def test_the_route_of_responses(tokenizer, capsys):
+    pytest.importorskip("openai")
+    problem = requests(tokenizer)[0].problem
+    options = program("responses_route", score=f"{GRADERS}:files", turn_tokens=None)
+    texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42.", "So it is."]
+    template = Template(tokenizer, (tokenizer.eos_token_id,))
+    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    assert response.score.error is None, response.score
+    found = json.loads(json.loads(response.score.reason)["files"]["found.json"])
+    assert found[:4] == [
+        ["hm", "So:", "sums", "add", '{"a": 41}', "completed"],
+        [
+            "response.created",
+            "response.in_progress",
+            "response.completed",
+            sorted(f"response.{kind}" for kind in EVENTS),
+        ],
+        ["It is 42.", True, "completed"],
+        ["incomplete", "max_output_tokens", 2],
+    ]
+    refused = {name: [status, code, message] for name, status, code, message in found[4:]}
+    assert all(each[:2] == [400, "unsupported"] for each in refused.values()) and len(refused) == 4
+    assert "type 'input_image' is not supported: only text" in refused["image"][2]
+    assert "previous_response_id is not supported" in refused["kept"][2]
+    assert "type 'custom' is not supported" in refused["tool"][2]
+    assert "response_format is not supported" in refused["form"][2]
+    assert len(response.turns) == 3 and not response.segments, "one segment"
+    assert "web_search=True; this server has none" in capsys.readouterr().out
+
+
+def test_a_script_of_a_shell(tokenizer):
+    """As long as no path of a file can be."""
+    script = f"{sys.executable} {AGENT} once && echo done > result.txt  # {'long ' * 1000}"
+    options = Program(kind="program", command=["sh", "-c", script], score=f"{GRADERS}:files")
+    template, problem = Template(tokenizer, (tokenizer.eos_token_id,)), requests(tokenizer)[0].problem
+    (response,) = scripted(options, template, [(problem, ["yes"])], 2000, HERE / "never")
+    assert json.loads(response.score.reason)["files"] == {"result.txt": "done\n"}
 
 
 @pytest.mark.parametrize(
