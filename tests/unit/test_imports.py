@@ -188,7 +188,12 @@ def test_the_functions_that_take_the_whole_recipe_become_fewer():
 
 # Ranks get the signals, a helper starts the sandbox's insides, and the others are no processes of a run.
 STARTING = {"utils/processes", "launching/ranks", "commands/rehearse", "commands/doctor", "rehearsal/rank", "api"}
-STARTING |= {"rehearsal/guard", "rewards/sandbox/inside/container", "rewards/sandbox/inside/cell"}
+STARTING |= {
+    "utils/end_with_parent",
+    "rehearsal/guard",
+    "rewards/sandbox/inside/container",
+    "rewards/sandbox/inside/cell",
+}
 STARTED = r"subprocess\.(Popen|run|call|check_\w+|getoutput)\(|os\.(fork|system|posix_spawn|popen)|ProcessPool"
 STARTED += r"|multiprocessing\.(get_context|Process|Pool)|\.Process\("
 
