@@ -4,7 +4,7 @@ python -m tools.fit_table
 
 Prints the rows of docs/planning.md: the memory of the largest phase, generation with a tail of long responses, the
 rest of the step with no message hidden, their sum, the published seconds, the error, and what a row is for: the share
-of its roofline that generation reaches (REACHED in plan/generation.py) is fitted to half of the steps of RL, and the
+of its roofline that generation reaches (REACHED in tools/tail.py) is fitted to half of the steps of RL, and the
 others test it. After the table it prints that fit.
 """
 
@@ -17,11 +17,12 @@ from typing import NamedTuple
 from megatron_rft.config import load
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import device
-from megatron_rft.plan.generation import REACHED
 from megatron_rft.plan.layout import check_layout
 from megatron_rft.plan.search import Search
 from tests.shapes import json_of
 from tests.unit.plan.test_shipped_recipes import MODELS
+from tools import tail
+from tools.tail import REACHED
 
 PEERS = Path(__file__).parents[1] / "examples/peers"
 MIXTURE = dict(model_type="qwen3_moe", num_experts=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -78,7 +79,7 @@ def predicted(name: str, folder: Path) -> Predicted:
     gib = device(published.device).usable / memory.GIB
     search = Search(recipe, layout, gib, published.device, published.fraction)
     own = search._candidate(layout)
-    generation = search.generation(recipe.vllm.tensor_parallel_size) if recipe.trainer == "rl" else 0
+    generation = tail.generation(search, recipe.vllm.tensor_parallel_size) if recipe.trainer == "rl" else 0
     return Predicted(own.memory / memory.GIB, generation, own.seconds.most)
 
 

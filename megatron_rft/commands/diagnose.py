@@ -33,7 +33,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     if recipe.rollout.servers:
         raise ConfigError("rollout.servers: diagnose needs engines in two precisions: leave it out, and it starts them")
     if "RANK" in os.environ and launcher.PARENT not in os.environ:
-        raise ConfigError("RANK is set: start diagnose once on each node, with --nproc: it launches several layouts")
+        raise ConfigError("RANK is set: start diagnose once on each node, with --nproc")
     if args.run and not (args.run / "checkpoints").is_dir():
         raise ConfigError(f"--run: {args.run} has no checkpoints; without --run the start weights are compared")
     folder = (args.run or Path(recipe.run.output_dir)) / "diagnosis"
@@ -46,19 +46,13 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     make_folder(str(folder))
     command = [sys.executable, "-m", "megatron_rft", "diagnose", args.recipe, *args.overrides[:-1]]
     command += ["--prompts", str(args.prompts), *(["--run", str(args.run)] if args.run else [])]
-
-    def ranks(*layout: str) -> int:
-        return launcher.launch([*command, *layout], args.nproc or 1, str(folder), node, None, recipe.faults)
-
-    status = ranks() if args.nproc else work(str(folder), lambda: measure(args))
+    if args.nproc:
+        status = launcher.launch(command, args.nproc, str(folder), node, None, recipe.faults)
+    else:
+        status = work(str(folder), lambda: measure(args))
     if status != FINISHED:
         return status
     measured = json.loads((folder / MEASURED).read_text())
-    for layout in measured["layouts"]:
-        status = ranks("--layout", layout)
-        refused = [{"name": layout, "refused": f"its launch ended with status {status}"}]
-        done = status == FINISHED
-        measured["rows"] += json.loads((folder / f"{layout}.json").read_text())["rows"] if done else refused
     measured["verdict"] = verdict(measured)
     measured["rows"] += of_run(args.run) if args.run else []
     write_atomically(folder / "diagnosis.json", json.dumps(measured, indent=1) + "\n")
@@ -69,7 +63,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     lookup = find_source(str(args.run), option="--run").open() if args.run else None
-    diagnosis.run(lambda *more: load(args.recipe, [*args.overrides, *more]), lookup, args.prompts, args.layout)
+    diagnosis.run(lambda *more: load(args.recipe, [*args.overrides, *more]), lookup, args.prompts)
     return FINISHED
 
 
@@ -86,8 +80,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'':{width}}  {'KL':>8}  {'largest':>8}  {'share':>6}"]
     for row in rows:
         kl, largest, share = (row.get(key, nan) for key in KEYS)
-        cells = f"{kl:8.1e}  {largest:8.1e}  {share:6.1%}"
-        lines.append(f"{row['name']:{width}}  {row.get('refused', cells)}")
+        lines.append(f"{row['name']:{width}}  {kl:8.1e}  {largest:8.1e}  {share:6.1%}")
     return lines
 
 
@@ -104,10 +97,6 @@ def verdict(measured: dict[str, Any]) -> str:
         return f"Rounding: {right}, and the KL of {base:.1e} in the recipe's precision is next to nothing."
     if base <= FLOORS * floor:
         return f"Rounding: {right}, and {base:.1e} is at most {FLOORS} times the trainer's KL from itself, {floor:.1e}."
-    causes = [row for row in measured["rows"] if row["name"].startswith("without ") and row.get("kl", base) <= base / 2]
-    if causes:
-        falls = ", ".join(f"to {row['kl']:.1e} {row['name']}" for row in causes)
-        return f"An option is the cause: {right}, but the KL falls from {base:.1e} {falls}."
     by_engine, by_trainer = measured["by_engine"], measured["by_trainer"]
     side = "the engine" if by_engine > 2 * by_trainer else "the trainer" if by_trainer > 2 * by_engine else "both sides"
-    return f"Rounding, of {side}: {right}, and no option that was tried halves the KL of {base:.1e}."
+    return f"Rounding, of {side}: {right}. An option without which the KL is half of {base:.1e} is the cause."

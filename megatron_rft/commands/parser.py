@@ -87,7 +87,6 @@ def parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--nproc", type=_count, metavar="N", help="ranks on this node (default: 1, without launcher)")
     diagnose.add_argument("--run", type=Path, metavar="RUN", help="use the weights of this run's newest checkpoint")
     diagnose.add_argument("--prompts", type=_count, default=8, metavar="N", help="of data.train (default: 8)")
-    diagnose.add_argument("--layout", help=argparse.SUPPRESS)  # one of training/diagnosis.py, for the ranks
 
     convert = add("convert", help="convert a checkpoint to Hugging Face or Megatron format")
     convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, RUN, or PEFT folder")

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import NODE, Efficiency, device
-from megatron_rft.plan.engines import engines_of_step
-from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout, possible
 from megatron_rft.plan.seconds import Bounds, Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
@@ -93,16 +91,6 @@ class Search:
         alone = machine.passes(tokens, batching.tokens_without_backward, length, False)
         total += alone * looks
         return total * (2 if r.critic else 1)
-
-    def generation(self, workers: int) -> float:
-        """Return the seconds of a step's generation by colocated engines of so many GPUs."""
-        r, longest = self.recipe, self.recipe.rollout.max_response_tokens
-        vllm = r.vllm.model_copy(update={"tensor_parallel_size": workers})
-        prompts = -(-r.rollout.prompts_per_step // engines_of_step(r.rollout, vllm, self.own.world))
-        element = memory.BYTES[r.rollout.dtype or r.model.precision]
-        engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
-        mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction
-        return engine.tail(prompts, r.rollout.group_size, *mean, longest)
 
     def table(self) -> list[str]:
         candidates = self.candidates()

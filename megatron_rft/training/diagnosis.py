@@ -2,7 +2,7 @@
 
 In bf16 the trainer differs from itself, with other micro-batches, about as much as from the engine. So both sides first
 compute in fp32: a difference above EXACT is a bug, and `_explain` names it. Without a bug, three further numbers say
-whose rounding the mismatch is; only then are options changed, one at a time.
+whose rounding the mismatch is.
 """
 
 import json
@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rft.config import Recipe
-from megatron_rft.config.engines import ENGINES
 from megatron_rft.conversion.lora import Merged
-from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.inference.engine import Request, checksum, request_seed
 from megatron_rft.inference.weight_sync import load
@@ -28,18 +25,16 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Score
-from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES, EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
-from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.files import write_atomically
 
 EXACT = 1e-6  # nats per token; two correct sides in fp32 were 5e-11 apart
 FLOORS = 3  # a KL of up to this many times the trainer's from itself is its rounding
-BATCH, MEASURED = "batch.safetensors", "measured.json"
+MEASURED = "measured.json"
 LOGPROBS, WITH_ENTROPY = frozenset({"logprobs"}), frozenset({"logprobs", "entropy"})
 ENGINE_IN_FP32 = ["rollout.dtype=fp32", "vllm.quantization=null", "vllm.kv_cache_dtype=null"]
 HF_ENGINE = ["rollout.engine=hf", "rollout.placement=colocated", "rollout.processes=null", "vllm=null"]
@@ -85,14 +80,12 @@ class Mismatch:
         actor.load(lambda name: base(name) if name.endswith(exact) else base(name).to(dtype))
         return actor
 
-    def sample(
-        self, actor: Actor, *overrides: str, first_sync: bool = False, routes: RouteStore | None = None
-    ) -> tuple[Batch, str | None]:
+    def sample(self, actor: Actor, *overrides: str, first_sync: bool = False) -> tuple[Batch, str | None]:
         """Responses of an engine with the actor's weights, and a sentence about wrong weights. Unless `first_sync`, it
-        has had other weights before, as in a run. `routes` keeps the experts that the engine used."""
+        has had other weights before, as in a run."""
         recipe = self.vary(*overrides)
         builder = EngineBuilder.of(recipe)
-        sampling = build.build_sampling(recipe.rollout, self.tokenizer, routes=routes is not None)
+        sampling = build.build_sampling(recipe.rollout, self.tokenizer)
         with ExitStack() as stack:
             engine = builder.build(self.hf_config)
             player = around(engine, builder, self.tokenizer, stack)
@@ -110,7 +103,7 @@ class Mismatch:
             groups = list(player.generate(mine, sampling))
         found = [(group.id, number, each) for group in groups for number, each in enumerate(group.responses)]
         rollouts = [ScoredResponse(i, number, self.prompts[i], each, "", Score(0.0)) for i, number, each in found]
-        rollouts = parallel.gather(routes.take(rollouts, 0)[0] if routes else rollouts)
+        rollouts = parallel.gather(rollouts)
         rollouts.sort(key=lambda rollout: rollout.key)
         if stale := {rollout.response.weight_version for rollout in rollouts} - {2}:
             wrong = f"a stale version: responses have weights of sync {min(stale)}, and sync 2 was the last"
@@ -131,11 +124,11 @@ class Mismatch:
     # ---- the order
 
     def measure(self) -> dict[str, Any]:
-        """The rows, the sentence about a bug if there is one, and the layouts that are worth a launch."""
+        """The rows, and the sentence about a bug if there is one."""
         exact = self.actor(*self.trainer_in_fp32)
         batch, wrong = self.sample(exact, *ENGINE_IN_FP32)
         kl = self.compare("both in fp32", exact, batch)
-        measured = {"rows": self.rows, "layouts": [], "bug": wrong, "in_fp32": kl, "base": kl, "floor": 0.0}
+        measured = {"rows": self.rows, "bug": wrong, "in_fp32": kl, "base": kl, "floor": 0.0}
         if wrong or kl >= EXACT:
             return measured | {"bug": wrong or self._explain(exact, batch, min(EXACT, kl / 100))}
         if (self.trainer, self.engine) == ("fp32", "fp32"):
@@ -148,23 +141,12 @@ class Mismatch:
         del exact
         by_trainer = self.compare(f"engine fp32, trainer {self.trainer}", actor, batch)
         base = self.compare(f"as in the recipe: engine {self.engine}, trainer {self.trainer}", actor, given)
-        measured |= {"by_engine": by_engine, "by_trainer": by_trainer, "base": base, "floor": self._floor(actor, given)}
-        if base <= max(FLOORS * measured["floor"], EXACT):
-            return measured
-        if experts(self.hf_config):
-            self._with_routes(actor)
-        large = min(base / 2, max(by_engine, by_trainer))
-        if by_engine >= large:
-            for name, overrides in self._accepted(self._engine_arms()):
-                self.compare(name, actor, self.sample(actor, *overrides)[0])
-        if by_trainer >= large:
-            del actor
-            for name, overrides in self._accepted(self._trainer_arms()):
-                self.compare(name, self.actor(*overrides), given)
-            measured["layouts"] = list(layout_arms(self.recipe.megatron))
-            if dist.get_rank() == 0:
-                save_file(given.state_dict(), Path(self.recipe.run.output_dir) / BATCH)
-        return measured
+        return measured | {
+            "by_engine": by_engine,
+            "by_trainer": by_trainer,
+            "base": base,
+            "floor": self._floor(actor, given),
+        }
 
     def _floor(self, actor: Actor, batch: Batch) -> float:
         """The trainer against itself, with one sequence in a micro-batch."""
@@ -173,50 +155,6 @@ class Mismatch:
         kl = self.compare("the floor: the trainer against itself, repacked", actor, batch, own)
         actor.forward_tokens = kept
         return kl
-
-    def _with_routes(self, actor: Actor) -> None:
-        """The trainer with the experts that the engine used."""
-        name, routes = "with the engine's routes", RouteStore.of(self.hf_config)
-        if not ENGINES[self.kind].reports_routes:
-            self.rows.append(
-                {"name": name, "refused": f"not tried: the {self.kind} engine does not report its experts"}
-            )
-            return
-        batch, _ = self.sample(actor, routes=routes)
-        actor.routers.replay(routes)
-        self.compare(name, actor, batch)
-        actor.routers.store = None
-
-    def _accepted(self, arms: Iterator[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
-        """The arms; a row says why the recipe refuses one."""
-        for name, overrides in arms:
-            try:
-                self.vary(*overrides)
-                yield name, overrides
-            except ConfigError as error:
-                self.rows.append({"name": name, "refused": str(error)})
-
-    def _trainer_arms(self) -> Iterator[tuple[str, list[str]]]:
-        options = self.recipe.batching
-        if not options.why_not_shared(self.recipe.megatron.context_parallel_size):
-            yield "without shared prompts", ["batching.share_prompts=off"]
-        if options.pack_sequences:
-            yield "without packing", ["batching.pack_sequences=false"]
-        if self.recipe.megatron.recompute_granularity:
-            given = [name for name in self.recipe.megatron.model_fields_set if name.startswith("recompute_")]
-            yield "without recomputation", [f"megatron.{name}=null" for name in given]
-
-    def _engine_arms(self) -> Iterator[tuple[str, list[str]]]:
-        if self.kind != "vllm":
-            return
-        given = self.recipe.vllm.arguments()
-        for option in ("kv_cache_dtype", "quantization", "speculative_config"):
-            if option in given:
-                yield f"without vllm.{option}", [f"vllm.{option}=null"]
-        if given.get("enable_prefix_caching", True):
-            yield "without prefix cache", ["vllm.enable_prefix_caching=false"]
-        if torch.cuda.is_available() and not given.get("enforce_eager"):
-            yield "without CUDA graphs", ["vllm.enforce_eager=true"]
 
     # ---- bugs
 
@@ -302,32 +240,13 @@ def misaligned(batch: Batch) -> Iterator[tuple[str, Batch]]:
             )
 
 
-def layout_arms(m: Any) -> dict[str, list[str]]:
-    """Name -> overrides: the same ranks without one kind of parallelism. Each needs a launch of its own."""
-    alone = ["megatron.sequence_parallel=false", "megatron.expert_tensor_parallel_size=null"]
-    sizes = {
-        "tensor": (m.tensor_model_parallel_size, ["megatron.tensor_model_parallel_size=1", *alone]),
-        "expert": (m.expert_model_parallel_size, ["megatron.expert_model_parallel_size=1"]),
-        "context": (m.context_parallel_size, ["megatron.context_parallel_size=1"]),
-    }
-    return {f"without {name} parallelism": overrides for name, (size, overrides) in sizes.items() if size > 1}
-
-
-def run(vary: Vary, lookup: Lookup | None, count: int, layout: str | None = None) -> None:
-    """Measure on every rank, or score the measured batch under one of `layout_arms`. Rank 0 writes the result into the
-    recipe's run.output_dir."""
-    overrides = layout_arms(vary().megatron)[layout] if layout else []
-    recipe = vary(*overrides)
+def run(vary: Vary, lookup: Lookup | None, count: int) -> None:
+    """Measure on every rank. Rank 0 writes the result into the recipe's run.output_dir."""
+    recipe = vary()
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)
     try:
-        diagnosis, folder = Mismatch(vary, lookup, count), Path(recipe.run.output_dir)
-        if layout:
-            batch = Batch.from_state_dict(load_file(folder / BATCH))
-            diagnosis.compare(layout, diagnosis.actor(*overrides), batch)
-            result = {"rows": diagnosis.rows}
-        else:
-            result = diagnosis.measure()
+        result = Mismatch(vary, lookup, count).measure()
         if dist.get_rank() == 0:
-            write_atomically(folder / (f"{layout}.json" if layout else MEASURED), json.dumps(result))
+            write_atomically(Path(recipe.run.output_dir) / MEASURED, json.dumps(result))
     finally:
         parallel.shutdown()

@@ -18,6 +18,7 @@ STARTED = {
     "inference/process_worker": "integration/test_engine_processes.py",
     "inference/vllm/worker_extension": "parity/test_vllm_server.py",
     "rehearsal/rank": "integration/test_rehearse.py",
+    "rehearsal/saving": "integration/test_rehearse.py",
     "report/server": "integration/test_report_server.py",
     "rewards/signatures": "unit/rewards/test_user_reward.py",
     "report/status": "unit/report/test_status.py",

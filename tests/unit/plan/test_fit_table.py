@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.plan.generation import REACHED
 from tools.fit_table import PEERS, STEPS, all_predicted, fitted, rows
+from tools.tail import REACHED
 
 PLANNING = Path(__file__).resolve().parents[3] / "docs/planning.md"
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rft.plan import generation
 from megatron_rft.plan.devices import Device, Efficiency
 from megatron_rft.plan.generation import KERNELS, EngineEstimate
 from megatron_rft.plan.model_shape import ModelShape
 from tests.shapes import json_of
+from tools import tail
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=2, num_experts_per_tok=1)
 DENSE, MIXTURE = (ModelShape(json_of(2, 4, 2, 1, 8, 16, 2, **more)) for more in ({}, EXPERTS))
@@ -45,11 +45,11 @@ def test_the_tail_takes_the_reached_share_of_its_roofline():
     """All responses as long as the limit: each of 10 steps reads the weights and the keys and values before it."""
     engine = EngineEstimate(chip(bandwidth=2.0), replace(PERFECT, launch=0), DENSE, 1, places=4)
     roofline = 10 * DENSE.multiplied * 2 / 2 + 4 * 10 * (6 + 5) * 16 / 2
-    assert engine.tail(1, 4, 6, 10, 10) == pytest.approx(roofline / generation.REACHED)
+    assert tail.tail(engine, 1, 4, 6, 10, 10) == pytest.approx(roofline / tail.REACHED)
 
 
 def test_a_mixture_reads_the_experts_that_are_chosen():
-    one, many = (EngineEstimate(chip(), PERFECT, MIXTURE, 1, places=n)._read(n) for n in (1, 1000))
+    one, many = (EngineEstimate(chip(), PERFECT, MIXTURE, 1, places=n).read(n) for n in (1, 1000))
     expert = 3 * 4 * 2
     assert one == pytest.approx(MIXTURE.multiplied)
     assert many == pytest.approx(MIXTURE.multiplied + 2 * 3 * expert)
@@ -57,7 +57,7 @@ def test_a_mixture_reads_the_experts_that_are_chosen():
 
 def test_lengths_have_the_mean_and_one_of_a_hundred_reaches_the_limit():
     parts = 4096
-    mean = sum(4 * generation.share_longer((i + 0.5) * 4, 1000, 4096) for i in range(parts))  # also beyond the limit
+    mean = sum(4 * tail.share_longer((i + 0.5) * 4, 1000, 4096) for i in range(parts))  # also beyond the limit
     assert mean == pytest.approx(1000, rel=0.02)
-    assert generation.share_longer(4096, 1000, 4096) == pytest.approx(0.01)
-    assert generation.share_longer(4000, 4096, 4096) == 1.0  # every response is as long as the limit
+    assert tail.share_longer(4096, 1000, 4096) == pytest.approx(0.01)
+    assert tail.share_longer(4000, 4096, 4096) == 1.0  # every response is as long as the limit

@@ -14,6 +14,7 @@ from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import check_layout
 from megatron_rft.plan.search import Search
 from tests.shapes import json_of
+from tools import tail
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = json.loads((Path(__file__).parent / "shipped_models.json").read_text())
@@ -93,7 +94,7 @@ def test_the_recipes_for_8_and_for_64_gpus_shorten_the_step(models, gpus, saves)
         search = Search(recipe, layout, 79.6, "h100")
         found = search._candidate(layout)
         assert found.memory < 75 * memory.GIB
-        seconds.append(found.seconds.most + search.generation(recipe.vllm.tensor_parallel_size))
+        seconds.append(found.seconds.most + tail.generation(search, recipe.vllm.tensor_parallel_size))
     assert seconds[1] < (1 - saves) * seconds[0]
 
 
@@ -111,7 +112,7 @@ def test_half_of_64_gpus_generate_while_the_others_train(models):
         prompts = rollout.prompts_per_step * workers // ranks  # as many GPUs as ranks generate
         engine = EngineEstimate(search.chip, Efficiency(), sizes, workers, rollout.max_batch_sequences)
         limit = rollout.max_response_tokens
-        generation = engine.tail(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, limit / 2, limit)
+        generation = tail.tail(engine, prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, limit / 2, limit)
         spent.append((generation, search._candidate(layout).seconds.most))
     assert recipe.rollout.staleness == 1 and max(spent[1]) < 0.9 * sum(spent[0])
 
