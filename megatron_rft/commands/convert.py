@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rft.config import load_saved
-from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
-from megatron_rft.conversion import HFFolder, Mapping, load_config, lora
+from megatron_rft.conversion import Mapping, load_config, lora
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Conversion, SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
@@ -27,14 +26,14 @@ from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFaile
 
 
 def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> SourceCheckpoint:
-    """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, a training run, whose
-    newest checkpoint is used, or a folder of adapters in PEFT's format.
+    """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
+    whose newest checkpoint is used.
 
     `option`: the argument with the path, for messages. `like`: a folder or hub name with config.json and the tokenizer,
     if the checkpoint has none; of adapters the model that they belong to.
     """
     if (Path(path).expanduser() / lora.CONFIG).is_file():
-        return _of_peft(Path(path).expanduser(), like)
+        raise DataError(f"{path} has adapters alone: PEFT's merge_and_unload makes a model of them and their base")
     folder = _checkpoint_in(Path(path).expanduser())
     if folder and (stored := folder.parent.parent / RECIPE_FILE).is_file() and load_saved(stored).lora:
         return _of_adapters(folder, stored, like)
@@ -58,19 +57,6 @@ def _checkpoint_in(path: Path) -> Path | None:
             return checkpoint
         print(f"{checkpoint.name} is damaged ({wrong}) and is passed over", flush=True)
     raise DataError(f"{folder} has no complete and intact checkpoint (step_*)")
-
-
-def _of_peft(folder: Path, like: str | None) -> SourceCheckpoint:
-    """A folder of adapters, on the model `like` or the one that it names."""
-    config = lora.read_config(folder)
-    try:
-        options = Lora.of_peft(config)
-    except (KeyError, ValueError) as error:
-        raise DataError(f"{folder / lora.CONFIG} cannot be read: {error}") from None
-    base = model_folder(like or config["base_model_name_or_path"], "--like")
-    hf_config = load_config(base)
-    found = lora.read(folder, options, hf_config, model_fingerprint(base))
-    return SourceCheckpoint(folder, "megatron", hf_config, base, Merged(HFFolder(base, hf_config), found, options))
 
 
 def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoint:

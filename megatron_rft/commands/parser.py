@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--prompts", type=_count, default=8, metavar="N", help="of data.train (default: 8)")
 
     convert = add("convert", help="convert a checkpoint to Hugging Face or Megatron format")
-    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, RUN, or PEFT folder")
+    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, or RUN")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     convert.add_argument("--to", choices=("hf", "megatron", "peft"), help="format of OUT (default: not the source's)")
     convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Positive, Section, Share
@@ -13,24 +13,6 @@ TARGETS = {  # Hugging Face's modules
 }
 
 
-def targets_of(named: Any) -> Any:
-    """PEFT's names of all modules of a target are the target. Raises ValueError for a part of them."""
-    if not isinstance(named, list):
-        return named
-    modules = [module for its in TARGETS.values() for module in its]
-    targets = [each for each in named if each not in modules]
-    for target, its in TARGETS.items():
-        given, missing = [each for each in its if each in named], [each for each in its if each not in named]
-        if given and missing and target not in targets:
-            raise ValueError(
-                f"{', '.join(given)} without {', '.join(missing)}: megatron-core joins q_proj, k_proj and v_proj, and "
-                f"gate_proj and up_proj, in one layer each, so all modules of a target have adapters. Write {target} "
-                f"for {', '.join(its)}"
-            )
-        targets += [target] if given and target not in targets else []
-    return targets
-
-
 class Lora(Section):
     """Names and meaning are those of PEFT's LoraConfig: r, lora_alpha, lora_dropout, use_rslora."""
 
@@ -38,9 +20,8 @@ class Lora(Section):
     """Columns of each adapter's B and rows of its A."""
     alpha: Positive = 32.0
     """The adapter's output is multiplied by alpha / rank."""
-    targets: Annotated[list[Literal[*TARGETS]], BeforeValidator(targets_of), Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
-    """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj. PEFT's names
-    of all of a target's modules are the target."""
+    targets: Annotated[list[Literal[*TARGETS]], Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
+    """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that a larger rank does not learn more slowly."""
     dropout: Share = 0.0
@@ -60,16 +41,6 @@ class Lora(Section):
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
-
-    @classmethod
-    def of_peft(cls, config: dict[str, Any]) -> "Lora":
-        """The options of PEFT's adapter_config.json. Raises ValueError for adapters of other modules, and KeyError."""
-        modules = set(config["target_modules"])
-        targets = [name for name, its in TARGETS.items() if modules.issuperset(its)]
-        if modules != {module for name in targets for module in TARGETS[name]}:
-            raise ValueError(f"target_modules {sorted(modules)} are not those of {' and '.join(TARGETS)}")
-        scale = {"rank": config["r"], "alpha": config["lora_alpha"], "use_rslora": config.get("use_rslora", False)}
-        return cls(**scale, targets=targets)
 
     def peft(self) -> dict[str, Any]:
         """The fields of PEFT's adapter_config.json that must agree."""

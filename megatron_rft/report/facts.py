@@ -6,8 +6,6 @@ from typing import Any
 from megatron_rft.report.groups import RunGroup, mean_and_error
 from megatron_rft.report.runs import RecordedRun
 
-MOST_LEVELS = 8
-
 
 @dataclass(frozen=True)
 class Headline:
@@ -18,7 +16,7 @@ class Headline:
 
 def headline(group: RunGroup) -> list[Headline]:
     """Return the headline numbers of a group, the most important first."""
-    found = [accuracy(group), *by_level(group), reward(group), *pace(group)]
+    found = [accuracy(group), reward(group), *pace(group)]
     return [number for number in found if number is not None]
 
 
@@ -46,24 +44,6 @@ def _tested(run: RecordedRun) -> list[tuple[float, float | None]]:
 def _validated(run: RecordedRun) -> list[tuple[float, float | None]]:
     records = [record for record in run.records if record.get("evaluation/pass@1") is not None]
     return [(record["evaluation/pass@1"], record.get("evaluation/pass@1_se")) for record in records]
-
-
-def by_level(group: RunGroup) -> list[Headline]:
-    """Return the first and last accuracy of each level of difficulty, of the same problems as `accuracy`. A mean can
-    rise because one level does."""
-    for part in ("test", "validation"):
-        runs = [results for run in group.runs if len(results := run.evaluated(part)) > 1]
-        ends = [[results[i][1].get("by_level") or {} for results in runs] for i in (0, -1)]
-        levels = sorted(set.intersection(*(set(each) for end in ends for each in end))) if runs else []
-        if runs:
-            return [_level(level, ends) for level in levels[:MOST_LEVELS]]
-    return []
-
-
-def _level(level: str, ends: list[list[dict[str, Any]]]) -> Headline:
-    before, after = (mean_and_error([each[level]["pass_at_1"] for each in end])[0] for end in ends)
-    label = level if "level" in level.lower() else f"level {level}"
-    return Headline(label, f"{before:.2f} → {after:.2f}", f"{ends[1][0][level]['problems']:.0f} problems")
 
 
 def reward(group: RunGroup) -> Headline | None:

@@ -26,8 +26,6 @@ from megatron_rft.utils.errors import ConfigError, RunFailed
 STEPS = 10  # that a condition must hold in a row
 FIRST = 20  # steps whose mean is compared with
 PAGE = "docs/troubleshooting.md"
-EXPECTED = 100  # tokens of the mean expert, without which an expert may have none by chance
-SHOWN = 4  # experts that an alarm names
 Metrics = dict[str, float]
 Loads = dict[int, list[int]]
 CAUSES_OF_MISMATCH = (
@@ -110,6 +108,12 @@ ALARMS = (
         "FPA's weights are nearly all within 0.01 of 0 or 1 (dynamics/future_weight_saturated)",
         "docs/offline.md",
     ),
+    Alarm(
+        "experts/load_min",
+        lambda step, _: step["experts/load_min"] == 0,
+        "some expert got no token (experts/load_min; RUN/experts.jsonl has which)",
+        "docs/models.md, Loads of the experts",
+    ),
 )
 
 
@@ -117,30 +121,6 @@ def load_metrics(loads: Loads) -> Metrics:
     """The largest and the smallest load of an expert over all layers, as multiples of its layer's mean."""
     relative = [count * len(layer) / sum(layer) for layer in loads.values() if sum(layer) for count in layer]
     return {"experts/load_max": max(relative), "experts/load_min": min(relative)} if relative else {}
-
-
-class DeadExperts:
-    """The alarm for experts that got no token in the last STEPS steps, in which the mean expert of their layer got at
-    least EXPECTED."""
-
-    def __init__(self) -> None:
-        self._last: deque[Loads] = deque(maxlen=STEPS)
-        self._dead: list[tuple[int, int]] = []  # (layer, expert)
-
-    def check(self, loads: Loads, step: int) -> str:
-        """Return a sentence about the experts that died in this step; empty if none did."""
-        self._last.append(loads)
-        before, self._dead = self._dead, []
-        for layer in loads if len(self._last) == STEPS else ():
-            sums = [sum(counts) for counts in zip(*(each[layer] for each in self._last), strict=True)]
-            if sum(sums) >= EXPECTED * len(sums):
-                self._dead += [(layer, expert) for expert, count in enumerate(sums) if not count]
-        new = [f"expert {expert} of layer {layer}" for layer, expert in self._dead if (layer, expert) not in before]
-        if not new:
-            return ""
-        more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-        names = ", ".join(new[:SHOWN]) + more
-        return f"step {step}: for {STEPS} steps no token went to {names}. See docs/models.md, Loads of the experts"
 
 
 def check_mismatch_bounds(options: Faults, needs: frozenset[str]) -> None:
@@ -181,7 +161,7 @@ class Monitor:
         self.guard = NonFiniteGuard(folder, faults.max_skipped_steps)
         self.values: dict[str, list[float]] = defaultdict(list)  # of the optimizer steps of this training step
         self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
-        self.alarms, self.dead_experts = deepcopy(ALARMS) if alarms else (), DeadExperts()
+        self.alarms = deepcopy(ALARMS) if alarms else ()
 
     def trained(
         self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
@@ -207,8 +187,7 @@ class Monitor:
         metrics |= self.throughput.take(metrics) | load_metrics(loads)
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
         alarms = [alarm.check(metrics, step) for alarm in self.alarms]
-        dead = self.dead_experts.check(loads, step) if self.alarms and loads else ""
-        return metrics, [warning for warning in (mismatch, slow, *alarms, dead) if warning]
+        return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
 
 
 class NonFiniteGuard:

@@ -100,18 +100,6 @@ class TestFacts:
         assert found["reward"] == ("0.430 → 0.700", "first and last tenth")
         assert found["steps"] == ("30", "") and found["time"] == ("1 min 5 s", "2.0 s a step")
 
-    def test_accuracy_by_level(self, tmp_path):
-        """Only the easy problems are solved better."""
-        run = write_run(tmp_path / "run")
-        for step, easy in ((0, 0.2), (30, 1.0)):
-            path = run / f"evaluation/test_step_{step:06d}/results.json"
-            (result,) = json.loads(path.read_text())
-            levels = {"1": {"problems": 40, "pass_at_1": easy}, "2": {"problems": 60, "pass_at_1": 0.05}}
-            path.write_text(json.dumps([result | {"by_level": levels}]))
-        (group,) = grouped(read_all([run])[0])
-        found = [(number.label, number.value, number.more) for number in headline(group)]
-        assert ("level 1", "0.20 → 1.00", "40 problems") in found and ("level 2", "0.05 → 0.05", "60 problems") in found
-
     def test_alarms_stand_before_the_numbers(self, tmp_path):
         run = write_run(tmp_path / "run")
         add_note(run / NOTES_FILE, "resumed after step 3")
