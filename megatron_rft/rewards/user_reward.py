@@ -21,7 +21,7 @@ GRACE_S = 1.0  # an async function's own limit comes first
 
 
 @dataclass(eq=False)
-class Call:
+class Task:
     """A response to grade. Those of a unit are responses to one problem."""
 
     unit: int
@@ -32,69 +32,63 @@ class Call:
 
 
 class RewardProcess(WorkerProcess):
-    """One process. Whenever it is free it gets all calls that wait, in one message."""
+    """One process. Whenever it is free it gets all tasks that wait, in one message."""
 
     def __init__(self, options: dict[str, Any]):
         super().__init__("megatron_rft.rewards.worker", options, options["timeout_s"], None, "reward", LIMIT)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="user_reward")
-        self.waiting: deque[Call] = deque()
+        self.waiting: deque[Task] = deque()
 
-    def add(self, calls: list[Call]) -> None:
-        self.waiting.extend(calls)
+    def add(self, tasks: list[Task]) -> None:
+        self.waiting.extend(tasks)
         self.thread.submit(self._grade)
 
     def _grade(self) -> None:
-        calls = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        batches = [calls]
+        tasks = [self.waiting.popleft() for _ in range(len(self.waiting))]
+        batches = [tasks]
         try:
             while batches:
-                batches += self._ask(batches.pop(0))
+                batches += filter(None, self._ask(batches.pop(0)))
         except BaseException as error:  # who waits for a score ends the run
-            for call in calls:
-                if not call.score.done():
-                    call.score.set_exception(error)
+            for task in tasks:
+                if not task.score.done():
+                    task.score.set_exception(error)
 
-    def _ask(self, calls: list[Call]) -> list[list[Call]]:
-        """Grade calls. Returns those to ask again because the process was lost."""
-        begun: list[Call] = []
-        left = dict(enumerate(calls))
+    def _ask(self, tasks: list[Task]) -> list[list[Task]]:
+        """Grade tasks. Returns what to ask again, in parts, because there was no answer."""
+        left = dict(enumerate(tasks))
         try:
-            if calls:
+            if tasks:
                 self.running()
-                self.send(rows=[(place, call.unit, call.prompt, call.text) for place, call in left.items()])
+                self.send(rows=[(place, task.unit, task.prompt, task.text) for place, task in left.items()])
             while left:
                 place, score = self.receive(GRACE_S)
-                if score is None:
-                    begun.append(left[place])
-                else:
-                    left.pop(place).score.set_result(Score(**score))
+                left.pop(place).score.set_result(Score(**score))
             return []
         except CallFailed as error:
-            return self._again([*left.values()], [call for call in begun if not call.score.done()], error)
+            return self._again([*left.values()], error)
 
-    def _again(self, left: list[Call], begun: list[Call], error: CallFailed) -> list[list[Call]]:
-        """The calls that had begun are made once more, alone. If they were late alone, or the process is lost again,
-        they have an error."""
-        alone: dict[int, list[Call]] = {}
-        suspects = begun or left
-        several = len({self._key(call) for call in suspects}) > 1
-        for call in suspects:
-            if (several or isinstance(error, ProcessLost)) and not call.lost:
-                call.lost = True
-                alone.setdefault(self._key(call), []).append(call)
-            else:
-                reason = f"{where(self.options['function'], call.prompt, call.text)}: {error}"
-                call.score.set_result(Score(0.0, error=reason))
-        return [*alone.values(), [call for call in left if begun and call not in begun]]
-
-    def _key(self, call: Call) -> int:
-        """Calls of equal keys are one call of the function: of a unit, if it takes lists."""
-        return call.unit if self.about else id(call)
+    def _again(self, left: list[Task], error: CallFailed) -> list[list[Task]]:
+        """A function was busy with the first task, or all of its unit; an async one with any. What lost a process is
+        asked once more, alone; what loses another one, or is late, has an error."""
+        takes_lists, waits = self.about
+        cuts = [k for k in range(1, len(left)) if not takes_lists or left[k].unit != left[k - 1].unit]
+        if waits and cuts:
+            middle = cuts[len(cuts) // 2]
+            return [left[:middle], left[middle:]]
+        busy, rest = (left[: cuts[0]], left[cuts[0] :]) if cuts else (left, [])
+        if isinstance(error, ProcessLost) and not busy[0].lost:
+            busy[0].lost = True
+            return [busy, rest]
+        for task in busy:
+            reason = f"{where(self.options['function'], task.prompt, task.text)}: {error}"
+            task.score.set_result(Score(0.0, error=reason))
+        return [rest]
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
-        for call in self.waiting:
-            call.score.cancel()
+        for task in self.waiting:
+            task.score.cancel()
         super().close()
 
 
@@ -118,19 +112,16 @@ class UserReward(Reward):
         self.members[0].running()
 
     def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
-        calls: list[Call] = []
-        shares: list[list[Call]] = [[] for _ in self.members]
+        tasks: list[Task] = []
         pairs = zip(prompts, texts, strict=True)
         for _, unit in groupby(pairs, key=lambda pair: pair[0].index):
             number, responses = next(self.units), list(unit)
             prompt = replace(responses[0][0], token_ids=())
-            made = [Call(number, prompt, text) for _, text in responses]
-            shares[number % len(self.members)] += made
-            calls += made
-        for member, share in zip(self.members, shares, strict=True):
-            if share:
+            tasks += [Task(number, prompt, text) for _, text in responses]
+        for place, member in enumerate(self.members):
+            if share := [task for task in tasks if task.unit % len(self.members) == place]:
                 member.add(share)
-        return lambda: [call.score.result() for call in calls]
+        return lambda: [task.score.result() for task in tasks]
 
     def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
         return self.begin(prompts, texts)()

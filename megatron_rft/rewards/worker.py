@@ -3,8 +3,8 @@
     python -m megatron_rft.rewards.worker SOCKET OPTIONS
 
 The arguments are a file descriptor and options as JSON. A message has rows (place, unit, prompt, text), those of a
-unit being responses to one problem. The answers are (place, None) when the function begins with a response, and
-(place, fields of its score). utils/worker_process.py has their form.
+unit being responses to one problem. The answers are (place, fields of the score).
+utils/worker_process.py has their form.
 """
 
 import asyncio
@@ -53,8 +53,7 @@ class Grader:
             if self.waits:
                 self.loop.run_until_complete(self._all(send, calls))
             for unit in [] if self.waits else calls:
-                begin(send, unit)
-                end(send, unit, self._judged(unit))
+                tell(send, unit, self._judged(unit))
         except CodeError as error:
             send(failure(error))
 
@@ -73,14 +72,13 @@ class Grader:
 
     async def _when_free(self, send: Send, rows: list[Row]) -> None:
         async with self.slots:
-            begin(send, rows)
             try:
                 async with asyncio.timeout(self.timeout_s):
                     scores = await self._judged_async(rows)
             except TimeoutError:
                 reason = f"{self._where(rows)}: {late(self.timeout_s, LIMIT)}"
                 scores = [{"reward": 0.0, "error": reason}] * len(rows)
-            end(send, rows, scores)
+            tell(send, rows, scores)
 
     async def _judged_async(self, rows: list[Row]) -> list[dict[str, Any]]:
         for _ in range(ATTEMPTS):
@@ -110,17 +108,12 @@ class Grader:
         return where(self.name, rows[0][2], rows[0][3])
 
 
-def made(**options: Any) -> tuple[Callable[..., None], bool]:
+def made(**options: Any) -> tuple[Callable[..., None], tuple[bool, bool]]:
     grader = Grader(**options)
-    return grader.answer, grader.signature in LISTS
+    return grader.answer, (grader.signature in LISTS, grader.waits)
 
 
-def begin(send: Send, rows: list[Row]) -> None:
-    for place, *_ in rows:
-        send({"value": [place, None]})
-
-
-def end(send: Send, rows: list[Row], scores: list[dict[str, Any]]) -> None:
+def tell(send: Send, rows: list[Row], scores: list[dict[str, Any]]) -> None:
     for (place, *_), score in zip(rows, scores, strict=True):
         send({"value": [place, score]})
 
