@@ -15,6 +15,7 @@ from megatron_rft.utils.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
 KINDS = {dict: "an object", bytes: "bytes"}
+TEXTS = ("subject", "level", "id")  # of an adapted row
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
 
 
@@ -142,3 +143,45 @@ class Fields:
         return self.wrong(
             f"{self.inside}{self._name(names)} is not {wanted} but {type(value).__name__}: {str(value)[:60]}"
         )
+
+
+# ---- rows with our field names (adapters/__init__.py), and conversations
+
+
+def as_row(question: str, answer: str, **more: Any) -> Row:
+    """A row without fields that are None or empty; subject, level and id are text."""
+    kept = {name: value for name, value in more.items() if value not in (None, "", [], {})}
+    texts = {name: str(value) for name, value in kept.items() if name in TEXTS}
+    return {"question": question.strip(), "answer": answer, **kept, **texts}
+
+
+def unusable(reason: str) -> Row:
+    """A row to leave out; the number of such rows is reported by reason."""
+    return {"unusable": reason}
+
+
+def conversation(messages: list[Any], fields: Fields) -> tuple[list[dict[str, str]], str]:
+    """[{role, content}] -> the turns before the last, and the last user turn's text.
+
+    Raises:
+        DataError: a message has no role and content, one is not text (only an assistant's turn of tool calls may have
+            null content), or the last turn is not the user's.
+    """
+    turns = []
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise fields.wrong(f"a message has a role and a content, not {str(message)[:60]}")
+        role, content = message["role"], message["content"]
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            content = ""
+        for name, value in (("role", role), ("content", content)):
+            if not isinstance(value, str):
+                raise fields.wrong(f"the {name} of a message is text, not {json.dumps(value, default=str)[:60]}")
+        turns.append({"role": role, "content": content})
+    if not turns or turns[-1]["role"] != "user":
+        raise fields.wrong("its messages do not end with the user's turn")
+    return turns[:-1], turns[-1]["content"]
+
+
+def system(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text.strip()}] if text.strip() else []

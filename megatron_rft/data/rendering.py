@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
-from megatron_rft.data.adapters.common import conversation
-from megatron_rft.data.fields import Fields, Row, check_scalar, not_finite
+from megatron_rft.data.fields import Fields, Row, check_scalar, conversation, not_finite
 from megatron_rft.data.images import Pictures, flattened, with_parts
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line

@@ -1,4 +1,4 @@
-"""An environment of functions: the policy's turn calls some, and their results are messages of the role tool.
+"""Environments of functions: the policy's turn calls some, and their results are messages of the role tool.
 
 A turn without a call ends the episode: it is the answer. What a wrong call raises is shown to the policy, as is a call
 that cannot be read.
@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rft.environments.base import Environment, Message, Turn
+from megatron_rft.rewards.code import Interpreter, last_program
 from megatron_rft.rewards.tools.calls import Call, Malformed, tool_calls
 from megatron_rft.utils import user_code
 
 OPTION = "environment.functions"
 MOST_CALLS = 16  # of one turn
+LONGEST = 4000  # characters of a program's output that the policy sees
 
 
 class ToolEnvironment(Environment):
@@ -43,6 +45,33 @@ class ToolEnvironment(Environment):
             return as_text(self.functions[call.name](**call.arguments))
         except Exception as error:  # of the policy's arguments
             return f"error: {type(error).__name__}: {error}"
+
+
+class PythonEnvironment(ToolEnvironment):
+    """Runs the policy's programs in the sandbox: a turn's last fenced block of Python, or its calls of the function
+    `python`. What a program prints is a message of the role tool. Each program runs in its own cell, so nothing stays
+    from one program to the next. A turn without a program ends the episode: it is the answer."""
+
+    def __init__(self, run: Interpreter):
+        self.run = run
+
+    @staticmethod
+    def shared(**options: Any) -> dict[str, Any]:
+        return {"run": Interpreter(**options)}
+
+    def step(self, text: str) -> Turn:
+        program = last_program(text)
+        return super().step(text) if program is None else Turn([answer(self.printed(program), "python")])
+
+    def result(self, call: Call) -> str:
+        code = call.arguments.get("code")
+        if call.name == "python" and isinstance(code, str):
+            return self.printed(code)
+        return f"error: there is no function {call.name} with these arguments: call python with its code"
+
+    def printed(self, program: str) -> str:
+        output, half = self.run(program), LONGEST // 2
+        return output if len(output) <= LONGEST else f"{output[:half]}\n[...]\n{output[-half:]}"
 
 
 def answer(text: str, name: str = "tool") -> Message:

@@ -25,7 +25,7 @@ from megatron_rft.utils.worker_process import failure, serve
 LONGEST = 1 << 20  # characters of an answer
 MADE_BY = {
     "tools": "tools:ToolEnvironment",
-    "python": "python:PythonEnvironment",
+    "python": "tools:PythonEnvironment",
     "program": "grading:ProgramScore",
 }
 CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}

@@ -5,7 +5,7 @@ import re
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.base import Reward
-from megatron_rft.rewards.tools.rlla import has_sections
+from megatron_rft.rewards.tools.verifier import has_sections
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")

@@ -28,9 +28,8 @@ from typing import Any
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
-from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
-from megatron_rft.rewards.sandbox.pool import Sandbox, check
-from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, ProgramResult, run_script, run_tests
+from megatron_rft.rewards.sandbox.launch import CALL_LATE, COMPILE_ERROR, SandboxError, Server, describe
+from megatron_rft.rewards.sandbox.runner import Limits, ProgramResult, Sandbox, check, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
 NONE_PASSED = -0.3

@@ -16,8 +16,7 @@ import re
 import zlib
 from typing import Any
 
-from megatron_rft.data.adapters.common import as_row, unusable
-from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.fields import Fields, Row, as_row, unusable
 from megatron_rft.utils.errors import DataError
 
 NO_TESTS = unusable("no tests that can be run")

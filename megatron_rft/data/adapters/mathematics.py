@@ -8,8 +8,7 @@ its own.
 import re
 from typing import Any
 
-from megatron_rft.data.adapters.common import as_row
-from megatron_rft.data.fields import Fields, Row, check_scalar
+from megatron_rft.data.fields import Fields, Row, as_row, check_scalar
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s$]+)")
 SUFFIXES = (
@@ -19,7 +18,7 @@ SUFFIXES = (
 )
 PROBLEM = ("problem", "question", "prompt")
 ANSWER = ("answer", "expected_answer", "final_answer", "ground_truth")
-RAN_ON = re.compile(r"\s*solution:?\s*$", re.IGNORECASE)  # a Gaokao answer that the next heading ran into
+RAN_ON = re.compile(r"(?<=\W)solution:\s*$", re.IGNORECASE)  # a Gaokao answer that the next heading ran into
 
 
 def gsm8k(fields: Fields) -> Row:
@@ -31,42 +30,19 @@ def gsm8k(fields: Fields) -> Row:
     return as_row(_problem(fields), answer.strip(), solution=re.sub(r"<<.*?>>", "", worked))
 
 
-def math(fields: Fields) -> Row:
-    """hendrycks/math and MATH-500. As verl prepares it `solution` is the bare answer, and reward_model has it too."""
-    about = {"subject": fields.maybe("subject", "type"), "id": fields.maybe("unique_id", "problem_id")}
-    if fields.has("level"):
-        about["level"] = str(fields.get("level")).removeprefix("Level ")
-    if fields.has("reward_model"):
-        answer = answer_text(fields.object("reward_model").get("ground_truth"))
-    else:
-        answer = _answer(fields)
-    solution = fields.text("solution") if fields.has("solution") else ""
-    return as_row(_problem(fields), answer, solution=solution if solution.strip() != answer else None, **about)
-
-
-def contest(fields: Fields) -> Row:
-    """AIME, AMC, Minerva, GaoKao: integers, floats or text; some editions give the answer in a solution's box only."""
-    answer = RAN_ON.sub("", _answer(fields))
-    return as_row(
-        _problem(fields),
-        answer,
-        solution=fields.maybe("solution"),
-        subject=fields.maybe("type", "subject"),
-        id=fields.maybe("id", "ID", "idx", "source"),
-    )
-
-
-def olympiadbench(fields: Fields) -> Row:
-    """Several answers stand in one string, "$3$,$7$", or are several items."""
-    context = fields.maybe("context")
+def problem(fields: Fields) -> Row:
+    """MATH, MATH-500, AIME, AMC, Minerva, GaoKao and OlympiadBench. As verl prepares MATH, reward_model has the answer,
+    and `solution` has it too."""
+    answer, solution, context = _answer(fields), fields.maybe("solution"), fields.maybe("context")
+    if not isinstance(solution, str | None):
+        solution = "\n\n".join(fields.items("solution"))
     return as_row(
         f"{context}\n\n{_problem(fields)}" if context else _problem(fields),
-        _answer(fields),
-        solution="\n\n".join(fields.items("solution")) if fields.has("solution") else None,
-        subject=fields.maybe("subfield"),
-        id=fields.maybe("id"),
-        answer_type=fields.maybe("answer_type"),
-        unit=fields.maybe("unit"),
+        answer,
+        solution=None if solution and solution.strip() == answer else solution,
+        subject=fields.maybe("subject", "type", "subfield"),
+        level=str(fields.maybe("level") or "").removeprefix("Level "),
+        id=fields.maybe("unique_id", "problem_id", "id", "ID", "idx", "source"),
     )
 
 
@@ -107,8 +83,10 @@ def _problem(fields: Fields) -> str:
 
 def _answer(fields: Fields) -> str:
     answer = fields.maybe(*ANSWER)
-    if answer is None and fields.has("solution"):
+    if fields.has("reward_model"):
+        answer = fields.object("reward_model").get("ground_truth")
+    elif answer is None and fields.has("solution"):
         answer = last_box(fields.text("solution"))
         if answer is None:
             raise fields.wrong(f"no answer, and no \\boxed in the solution: {fields.text('solution')[-60:]!r}")
-    return answer_text(fields.get(*ANSWER) if answer is None else answer)
+    return RAN_ON.sub("", answer_text(fields.get(*ANSWER) if answer is None else answer))

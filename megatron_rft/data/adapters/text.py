@@ -2,8 +2,7 @@
 
 import re
 
-from megatron_rft.data.adapters.common import as_row, conversation, system, unusable
-from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.fields import Fields, Row, as_row, conversation, system, unusable
 
 LETTERED = re.compile(r"^([A-Z]): (.*?)(?=^[A-Z]: |\Z)", re.MULTILINE | re.DOTALL)
 STEP_BY_STEP = "Please reason step by step."

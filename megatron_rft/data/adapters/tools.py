@@ -16,8 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.data.adapters.common import as_row, conversation, system, unusable
-from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.fields import Fields, Row, as_row, conversation, system, unusable
 from megatron_rft.data.text_rows import json_lines
 
 REQUEST = re.compile(r"API-Request:\s*\[(.*)\]", re.DOTALL)

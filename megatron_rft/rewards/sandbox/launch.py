@@ -7,6 +7,7 @@ can read this user's files. In both cases root becomes the user nobody, and each
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from megatron_rft.utils.processes import start_helper
 
 INSIDE = Path(__file__).parent / "inside"
+COMPILE_ERROR, CALL_LATE = 90, (signal.SIGPROF, signal.SIGALRM)  # exit statuses of inside/program.py
 START_TIMEOUT_S, EXIT_TIMEOUT_S = 60.0, 10.0  # enough for a busy machine
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
 ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""Runs programs in cells and reads their results after they have ended.
+"""Runs programs in cells, on a pool of servers, and reads their results after they have ended.
 
 A script (standard input to standard output) runs in one cell. A module under test needs two: one for the program and
 one for the tests, with a socket between them for calls and plain values. The program's cell never gets an expected
@@ -8,18 +8,19 @@ result.
 import json
 import math
 import os
-import signal
+import platform
 import socket
-from contextlib import ExitStack
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from megatron_rft.rewards.sandbox.launch import SandboxError, Server
+from megatron_rft.rewards.sandbox.launch import CALL_LATE, SandboxError, Server
 
-COMPILE_ERROR = 90  # exit status, as in inside/program.py
 MAX_WAIT_FACTOR = 3  # a cell may wait for a processor for at most so many times its wall limit
 GRACE_S = 5.0  # time beyond a cell's own limit after which its server is replaced
-CALL_LATE = (signal.SIGPROF, signal.SIGALRM)  # exit statuses of inside/program.py
 MAX_ERROR_CHARS = 2000  # of standard error that are read
 
 
@@ -141,3 +142,61 @@ def _by_test(lines: list[list]) -> list[tuple[str, str, str]]:
     """One outcome for each test: the last of an assert that ran several times."""
     found = {count if place is None else f"assert {place}": line for count, (*line, place) in enumerate(lines)}
     return list(map(tuple, found.values()))
+
+
+def check(contained: bool = True) -> None:
+    """Start a server and run one program. Raises SandboxError if that does not work here."""
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
+        raise SandboxError("it needs Linux on x86_64 or aarch64")
+    try:
+        with closing(Server(contained)) as server:
+            run_script(server, "print(1)", "", Limits())
+    except OSError as error:
+        raise SandboxError(str(error)) from None
+
+
+class Sandbox:
+    """A pool of `workers` servers, each of which runs one program at a time. If a server fails, it is replaced and the
+    job runs again. Without a container only if none works here and `allow_none` is true; else raises SandboxError."""
+
+    def __init__(self, workers: int = 2, allow_none: bool = False):
+        self.contained = True
+        try:
+            check()
+        except SandboxError:
+            if not allow_none:
+                raise
+            check(contained=False)
+            self.contained = False
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._idle: SimpleQueue[Server | None] = SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(None)
+
+    def map(self, work, jobs: list) -> list:
+        """Return `work(server, job)` for each job, in their order, or a SandboxError if it failed twice."""
+        return list(self._threads.map(lambda job: self._run(work, job), jobs))
+
+    def _run(self, work, job) -> Any:
+        server = self._idle.get()
+        try:
+            for attempt in (1, 2):
+                try:
+                    server = server or Server(self.contained)
+                    return work(server, job)
+                except Exception as error:  # a failure of the sandbox, not of the program
+                    if server is not None:
+                        server.close()
+                    server = None
+                    if attempt == 2:
+                        return error if isinstance(error, SandboxError) else SandboxError(repr(error))
+        finally:
+            self._idle.put(server)
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
+        self._threads.shutdown()
+        while not self._idle.empty():
+            server = self._idle.get()
+            if server is not None:
+                server.close()

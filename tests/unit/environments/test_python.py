@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rft.environments.python import LONGEST, PythonEnvironment
+from megatron_rft.environments.tools import LONGEST, PythonEnvironment
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from megatron_rft.rewards.code import container
 from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
-from megatron_rft.rewards.sandbox.pool import Sandbox
-from megatron_rft.rewards.sandbox.runner import Limits, run_script, run_tests
+from megatron_rft.rewards.sandbox.runner import Limits, Sandbox, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_mb=256, disk_mb=4, output_mb=1)

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.tools.calls import Call, Malformed, tool_calls
-from megatron_rft.rewards.tools.rlla import assign
-from megatron_rft.rewards.tools.verifier import ToolReward
+from megatron_rft.rewards.tools.verifier import ToolReward, assign
 
 F = Call("f", {"a": 1})
 
