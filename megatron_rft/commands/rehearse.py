@@ -80,7 +80,7 @@ class Rehearsal:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.device, self.efficiency = args, device(args.device), Efficiency.parse(args.efficiency)
+        self.args, self.device = args, device(args.device)
         if not 0 < args.fraction <= 1:
             raise UserError(f"--fraction: {args.fraction:g} is no share of the longest response: above 0, at most 1")
         self.recipe = load(args.recipe, args.overrides + ANY_WEIGHTS)
@@ -131,7 +131,6 @@ class Rehearsal:
             "overrides": args.overrides,
             "world": self.layout.world,
             "device": args.device,
-            "efficiency": asdict(self.efficiency),
             "fraction": args.fraction,
             "node": args.gpus_per_node,
             "training_only": args.training_only,
@@ -147,7 +146,7 @@ class Rehearsal:
         rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
         count = engines_of_step(rollout, recipe.vllm, self.layout.world)
         element = memory.BYTES[rollout.dtype or recipe.model.precision]
-        engine = EngineEstimate(self.device, self.efficiency, self.sizes, workers, rollout.max_batch_sequences, element)
+        engine = EngineEstimate(self.device, Efficiency(), self.sizes, workers, rollout.max_batch_sequences, element)
         longest = rollout.max_response_tokens
         prompts, mean = -(-rollout.prompts_per_step // count), self.args.fraction * longest
         least, most = engine.seconds(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, mean, longest)

@@ -5,7 +5,7 @@ direction, which is half of the sheets' sum); memory as nvidia-smi shows it. Eac
 as in DGX H100, and 200 Gbit/s beside an A100.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_rft.config.messages import hint
 from megatron_rft.utils.errors import UserError
@@ -31,29 +31,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet that kernels reach, and fixed costs in seconds. They are assumptions; adjust them."""
+    """Shares of the data sheet that kernels reach, and fixed costs in seconds. They are assumptions."""
 
     compute: float = 0.65  # of the rate, for large matrix products
     memory: float = 0.8  # of the bandwidth, for all other kernels
     link: float = 0.75
     launch: float = 4e-6  # shortest kernel
     latency: float = 20e-6  # start of a collective
-
-    @classmethod
-    def parse(cls, text: str) -> "Efficiency":
-        """Read "compute=0.5,link=0.6". Raises UserError."""
-        given = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            try:
-                given[name] = float(value)
-            except ValueError:
-                raise UserError(f"--efficiency: {part!r} is not NAME=NUMBER, such as compute=0.5") from None
-            if name not in cls.__dataclass_fields__:
-                raise UserError(f"--efficiency: there is no {name!r}.{hint(name, cls.__dataclass_fields__)}")
-            if given[name] <= 0 or (name in ("compute", "memory", "link") and given[name] > 1):
-                raise UserError(f"--efficiency: {name}={value} is not above 0 and, as a share, at most 1")
-        return replace(cls(), **given)
 
 
 MIB = 1 << 20

@@ -39,7 +39,6 @@ class RankQuestion:
     overrides: list[str]
     world: int
     device: str
-    efficiency: dict[str, float]
     fraction: float = 0.5  # mean length of a response, as a share of the longest
     node: int = NODE
     training_only: bool = False  # loading and the updates
@@ -65,7 +64,7 @@ def main() -> None:
 def prepare(question: RankQuestion) -> tuple[Ledger, Any]:
     """Let this process pretend to have the question's GPUs, and import everything, once for all ranks. Returns the
     ledger and the device mode."""
-    ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
+    ledger = Ledger(device(question.device), Efficiency(), question.node)
     guard.load()
     from megatron_rft.rehearsal import cuda
     from megatron_rft.rehearsal.device import FakeDevice

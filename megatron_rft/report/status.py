@@ -10,7 +10,6 @@ from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.tracking.progress import PACE_STEPS, accuracy, clock_time, phase_seconds, shown, slow_rank
 from megatron_rft.utils import run_lock
 from megatron_rft.utils.checkpoint_files import complete
-from megatron_rft.utils.errors import UserError
 from megatron_rft.utils.files import read_json_lines
 from megatron_rft.utils.position import read_nodes
 
@@ -31,13 +30,6 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     finished = _finished(run)
     state = [] if finished else state
     return [_head(run, finished, lives, now), *_numbers(run), *state, *_checkpoints(folder), *_notes(folder)]
-
-
-def ended(folder: Path) -> bool:
-    try:
-        return _finished(read(folder))
-    except UserError:
-        return False
 
 
 def _finished(run: RecordedRun) -> bool:

@@ -88,14 +88,6 @@ def test_the_fullest_moment_of_all_stages():
     assert "stage 2 of 2, training: 6.00 = activations 4.00, weights 2.00" in told and "1.00 of engines" in told
 
 
-def test_efficiencies_are_read_and_checked():
-    found = Efficiency.parse("compute=0.5,link=0.6")
-    assert (found.compute, found.link, found.memory) == (0.5, 0.6, Efficiency().memory)
-    for text, says in (("compute", "NAME=NUMBER"), ("speed=1", "there is no 'speed'"), ("link=1.5", "at most 1")):
-        with pytest.raises(UserError, match=says):
-            Efficiency.parse(text)
-
-
 def test_an_unknown_device_is_named():
     assert device("H100").name == "H100"
     with pytest.raises(UserError, match="there is no device 'h300'. Did you mean 'h[12]00'?"):

@@ -47,7 +47,7 @@ def test_a_run_has_finished_once_its_last_model_is_exported(run, capsys):
     """Also before its last step (early stopping), but not with the export of an earlier start."""
     node(run, 0, age=600.0)
     (run / "export").mkdir()
-    assert main(["status", str(run), "--watch"]) == 0
+    assert main(["status", str(run)]) == 0
     told = capsys.readouterr().out
     assert "ago, finished\n" in told and "nothing heard" not in told and "left" not in told
     os.utime(run / "export", (1e9, 1e9))
