@@ -3,21 +3,24 @@ arithmetic; through an adapter where one is named. No tokenizer, no torch.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
 from megatron_rft.config.datasets import ARITHMETIC, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
-from megatron_rft.data import arithmetic, hub, tables
+from megatron_rft.data import arithmetic, hub
 from megatron_rft.data.adapters import adapt
 from megatron_rft.data.fields import File, Remote, Row
 from megatron_rft.data.selection import README, Choice, kind_of, select
-from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines, tsv_file
+from megatron_rft.data.tables import table
+from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines
 from megatron_rft.utils.errors import DataError, first_line
 
 READERS = {
-    **{SAVED: tables.saved, ".parquet": tables.parquet, ".arrow": tables.arrow},
+    **{SAVED: partial(table, kind="saved"), ".parquet": partial(table, kind="parquet")},
+    **{".arrow": partial(table, kind="arrow"), ".tsv": partial(csv_file, delimiter="\t")},
     **{".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file},
-    **{".csv": csv_file, ".tsv": tsv_file, ".txt": text_lines},
+    **{".csv": csv_file, ".txt": text_lines},
 }
 POINTER = b"version https://git-lfs.github.com/spec/"
 assert set(READERS) == {SAVED, *TABLES, *TEXTS}

@@ -18,26 +18,14 @@ KINDS = {"parquet": "a parquet file", "arrow": "an Arrow file", "saved": "a fold
 BATCH = 1000
 
 
-def parquet(file: File) -> Iterator[tuple[str, Row]]:
-    """(place, row) of each row; so do `arrow` and `saved`.
+def table(file: File, kind: str) -> Iterator[tuple[str, Row]]:
+    """(place, row) of each row of a file of a kind of KINDS. "saved": the folder's state.json, which names its files;
+    others are caches of `map` and `filter`.
 
     Raises:
         DataError: the file is of another kind, truncated or corrupt.
     """
-    yield from _placed(file, "parquet")
-
-
-def arrow(file: File) -> Iterator[tuple[str, Row]]:
-    yield from _placed(file, "arrow")
-
-
-def saved(state: Path) -> Iterator[tuple[str, Row]]:
-    """`state`: the folder's state.json, which names its files; others are caches of `map` and `filter`."""
-    yield from _placed(state.parent, "saved")
-
-
-def _placed(file: File, kind: str) -> Iterator[tuple[str, Row]]:
-    number = 0
+    file, number = file.parent if kind == "saved" else file, 0
     try:
         with temporary_folder() as cache:  # of `datasets`, for locks
             for row in _rows(file, kind, cache):

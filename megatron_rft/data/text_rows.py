@@ -61,10 +61,6 @@ def text_lines(file: File) -> Iterator[tuple[str, Row]]:
         yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
 
 
-def tsv_file(file: File) -> Iterator[tuple[str, Row]]:
-    yield from csv_file(file, "\t")
-
-
 def csv_file(file: File, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
     """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is not null."""
     csv.field_size_limit(sys.maxsize)

@@ -1,24 +1,24 @@
 """The interface of a reward, which scores responses."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from megatron_rft.responses import Prompt, Response, Score
 from megatron_rft.utils.errors import RunFailed
 
 
-class Reward(ABC):
-    """Calls come from one thread. If the grader fails twice, it returns Score(error=...), never a reward of 0."""
+class Reward:
+    """Defines __call__ or `begin`. Calls come from one thread. If the grader fails twice, it returns Score(error=...),
+    never a reward of 0."""
 
     maximum: float  # no reward is above it; infinity where there is no bound. Such a response cannot be improved
     # The share of a step's responses on which the grader may fail; above it the run ends. They are counted, and
     # left out of the batch and of the statistics of rewards.
     max_error_share = 0.5
 
-    @abstractmethod
     def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
         """Return one score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
+        return self.begin(prompts, texts)()
 
     def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
         """Start to grade. Returns a function that waits for the scores, from any thread."""

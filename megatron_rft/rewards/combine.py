@@ -33,9 +33,6 @@ class SumReward(Reward):
         columns = [part.reward.begin(prompts, texts) for part in self.parts]
         return lambda: [self._sum(row) for row in zip(*(wait() for wait in columns), strict=True)]
 
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        return self.begin(prompts, texts)()
-
     def _sum(self, scores: tuple[Score, ...]) -> Score:
         terms = list(zip(self.parts, scores, strict=True))
         errors = [f"{part.name}: {score.error}" for part, score in terms if score.error is not None]
@@ -65,9 +62,6 @@ class ByRowReward(Reward):
     def __init__(self, field: str, kinds: dict[str, Reward]):
         self.field, self.kinds = field, kinds
         self.maximum = max(reward.maximum for reward in kinds.values())
-
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        return self.begin(prompts, texts)()
 
     def begin(self, prompts: list[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
         places: dict[str, list[int]] = {}

@@ -123,9 +123,6 @@ class UserReward(Reward):
                 member.add(share)
         return lambda: [task.score.result() for task in tasks]
 
-    def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
-        return self.begin(prompts, texts)()
-
     def close(self) -> None:
         for member in self.members:
             member.close()

@@ -17,8 +17,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
@@ -40,16 +38,6 @@ def clean(text: str, response: str) -> str:
     return text if cleaned == text else cleaned.strip()
 
 
-def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Return the Levenshtein distance in tokens."""
-    other, columns = np.array(b), np.arange(len(b) + 1)
-    row = columns
-    for number, token in enumerate(a, start=1):
-        changed = np.minimum(row[1:] + 1, row[:-1] + (other != token))
-        row = np.minimum.accumulate(np.concatenate([[number], changed]) - columns) + columns
-    return int(row[-1])
-
-
 @dataclass(frozen=True)
 class Refined:
     """A refined response."""
@@ -58,7 +46,6 @@ class Refined:
     text: str
     score: Score
     verbatim: bool
-    distance: int  # edit distance to the response, in tokens
     written: int  # tokens that the engine generated
     kept: bool  # whether training uses the pair: the filter of Eq. 6
 
@@ -141,11 +128,9 @@ class Refiner:
         if score.error is None and not math.isfinite(score.reward):
             score = replace(score, reward=0.0, error=f"the reward is {score.reward:g}")
         original, ids = task.rollout, self._tokens(task.rollout, written, raw, text)
-        before = original.response.token_ids
-        distance = 0 if ids == before else edit_distance(before, ids)
         better = score.reward > original.score.reward or not self.options.filter
         kept = score.error is None and bool(ids) and better
-        return Refined(ids, text, score, text == original.text, distance, len(written.token_ids), kept)
+        return Refined(ids, text, score, text == original.text, len(written.token_ids), kept)
 
     def _tokens(self, original: Any, written: Response, raw: str, text: str) -> tuple[int, ...]:
         if text == original.text and written.finish_reason == original.response.finish_reason:
@@ -218,7 +203,6 @@ def statistics(rollouts: list) -> dict[str, float]:
             "refined_reward": _mean([each.refined.score.reward for each in refined]),
             "original_reward": _mean([each.score.reward for each in refined]),
             "verbatim": _mean([each.refined.verbatim for each in refined]),
-            "edit_distance": _mean([each.refined.distance for each in refined]),
         }
     return {f"constraint/{name}": float(value) for name, value in metrics.items()}
 

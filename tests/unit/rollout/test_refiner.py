@@ -1,7 +1,6 @@
 """The refiner: which responses it gets, how its texts are processed, and that a batch's pairs score higher."""
 
 import math
-import random
 
 import pytest
 
@@ -18,7 +17,6 @@ from megatron_rft.rollout.refiner import (
     TOO_LONG,
     Refiner,
     clean,
-    edit_distance,
 )
 from megatron_rft.rollout.sampler import ScoredResponse
 from tests.made import WholeStep, dynamic, made
@@ -50,23 +48,6 @@ def ids(text: str, end: bool = True) -> tuple[int, ...]:
 def test_clean(raw, response, wanted):
     assert clean(raw, response) == wanted
     assert clean(wanted, response) == wanted
-
-
-def slow_distance(a, b) -> int:
-    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(b) + 1)] for i in range(len(a) + 1)]
-    for i in range(1, len(a) + 1):
-        for j in range(1, len(b) + 1):
-            changed = table[i - 1][j - 1] + (a[i - 1] != b[j - 1])
-            table[i][j] = min(changed, table[i - 1][j] + 1, table[i][j - 1] + 1)
-    return table[-1][-1]
-
-
-def test_edit_distance():
-    assert [edit_distance(*pair) for pair in (((), ()), ((1,), ()), ((), (1, 2)), ((1, 2, 3), (1, 3)))] == [0, 1, 2, 1]
-    rng = random.Random(0)
-    for _ in range(50):
-        a, b = (tuple(rng.randrange(4) for _ in range(rng.randrange(9))) for _ in range(2))
-        assert edit_distance(a, b) == slow_distance(a, b), (a, b)
 
 
 class Written:
@@ -136,7 +117,6 @@ def test_the_tokens_of_a_refined_text():
     assert [each.text for each in found] == ["ab", "ce", "xyz", ""]
     assert [each.token_ids for each in found] == [ids("ab"), ids("ce"), ids("xyz"), (EOS,)]
     assert [each.verbatim for each in found] == [True, False, False, False]
-    assert [each.distance for each in found] == [0, 1, 3, 2]
     assert [each.kept for each in found] == [False, False, True, False]
     broken = some.grade(tasks, some.write(tasks), lambda prompts, texts: [Score(math.inf)] * len(texts))
     assert all(each.score.error and not each.kept for each in broken)

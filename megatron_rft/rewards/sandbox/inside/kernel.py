@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import json
 import os
 import platform
 import signal
@@ -81,33 +82,8 @@ def drop_capabilities() -> None:
 
 
 # System calls by architecture: FORBIDDEN are refused, ON_ITSELF are allowed only on the calling process.
-FORBIDDEN = {
-    "x86_64": {
-        "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "ptrace": 101, "process_vm_readv": 310,
-        "process_vm_writev": 311, "socket": 41, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161,
-        "unshare": 272, "setns": 308, "open_by_handle_at": 304, "fsopen": 430, "fsmount": 432, "move_mount": 429,
-        "open_tree": 428, "mount_setattr": 442, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
-        "add_key": 248, "request_key": 249, "keyctl": 250, "memfd_create": 319, "memfd_secret": 447, "shmget": 29,
-        "shmat": 30, "msgget": 68, "semget": 64, "mq_open": 240, "io_uring_setup": 425, "pidfd_open": 434,
-        "pidfd_send_signal": 424, "pidfd_getfd": 438, "kcmp": 312, "personality": 135, "setpriority": 141,
-        "sched_setscheduler": 144, "sched_setattr": 314, "kexec_load": 246, "init_module": 175, "reboot": 169,
-        "fanotify_init": 300, "fanotify_mark": 301, "listmount": 458, "statmount": 457, "name_to_handle_at": 303,
-        "modify_ldt": 154, "io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209,
-        "io_cancel": 210, "io_pgetevents": 333,
-    },
-    "aarch64": {
-        "execve": 221, "execveat": 281, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271,
-        "socket": 198, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268,
-        "open_by_handle_at": 265, "fsopen": 430, "fsmount": 432, "move_mount": 429, "open_tree": 428,
-        "mount_setattr": 442, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "add_key": 217,
-        "request_key": 218, "keyctl": 219, "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "shmat": 196,
-        "msgget": 186, "semget": 190, "mq_open": 180, "io_uring_setup": 425, "pidfd_open": 434,
-        "pidfd_send_signal": 424, "pidfd_getfd": 438, "kcmp": 272, "personality": 92, "setpriority": 140,
-        "sched_setscheduler": 119, "sched_setattr": 274, "kexec_load": 104, "init_module": 105, "reboot": 142,
-        "fanotify_init": 262, "fanotify_mark": 263, "listmount": 458, "statmount": 457, "name_to_handle_at": 264,
-        "io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_cancel": 3, "io_getevents": 4, "io_pgetevents": 292,
-    },
-}  # fmt: skip
+with open(os.path.join(os.path.dirname(__file__), "forbidden_calls.json")) as file:
+    FORBIDDEN = json.load(file)
 ON_ITSELF = {"x86_64": (62, 200, 234, 129, 297), "aarch64": (129, 130, 131, 138, 240)}  # kill, tkill, tgkill, ...
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
