@@ -32,6 +32,11 @@ class Prompt:
         """By which ranks look up its images; -1 without any."""
         return self.index if self.images and self.images.grids else -1
 
+    @property
+    def shown(self) -> "Prompt | None":
+        """What engines read of it: its images. A row may be large."""
+        return Prompt(self.index, (), "", "", images=self.images) if self.images_key >= 0 else None
+
 
 @dataclass(frozen=True)
 class Response:

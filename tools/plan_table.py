@@ -76,9 +76,10 @@ def planned(recipe: Recipe, s: ModelShape, layout: Layout, tokens: int) -> float
 
 def at_full_depth(worker: Worker, path: Path, whole: bool = False) -> tuple[float, float]:
     """Return (planned, rehearsed) bytes of an update with all layers."""
-    model = MODELS[load(path).model.path]
-    model = model.get("text_config", model)
-    layers, period = model["num_hidden_layers"], model.get("full_attention_interval", 2)
+    whole_model = MODELS[load(path).model.path]
+    model = whole_model.get("text_config", whole_model)
+    least = 4 if "vision_config" in whole_model else 2  # Qwen3-VL's tower enters three layers
+    layers, period = model["num_hidden_layers"], model.get("full_attention_interval", least)
     if whole:
         found = rehearsed(worker, path, layers)
     else:

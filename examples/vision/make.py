@@ -3,7 +3,8 @@
 usage: make.py OUT
 
 A picture has noise and one square of a colour, somewhere. The question is its colour. The rows of `shuffled.jsonl`, for
-the warm start, have answers of other rows: they teach the four words, and nothing about pictures.
+the warm start, have answers of other rows: they teach the four words, and nothing about pictures. The files `blank_*`
+have the same questions about blank pictures.
 """
 
 import base64
@@ -83,7 +84,7 @@ def write_rows(folder: Path, part: str, seed: int, blanked: bool = False) -> Non
         {"question": QUESTION, "image": blank() if blanked else picture(name, random_), "answer": answer}
         for name, answer in zip(names, answers, strict=True)
     ]
-    file = folder / f"{'blanked' if blanked else part}.jsonl"
+    file = folder / f"{'blank_' if blanked else ''}{part}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     write_model(out / "model")
     for seed, part in enumerate(ROWS):
         write_rows(out, part, seed)
-    write_rows(out, "test", 9, blanked=True)
+        write_rows(out, part, seed, blanked=True)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
     base = adapters.base_of(model, recipe.run.seed)
     with conversion.atomic_folder(out) as partial:
         tensors = {name: trained(name) for name in trained.parts}
-        lora.write(partial, tensors.items(), trained.options, str(model_folder(model.path).resolve()), base)
+        where = str(model_folder(model.path).resolve())
+        lora.write(partial, tensors.items(), trained.options, source.hf_config, where, base)
         written = lora.read(partial, trained.options, source.hf_config, base)
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
             raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")

@@ -116,18 +116,14 @@ class Recipe(s.Section):
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
         if self.data.image_field:
             self._check_images()
+        if self.lora and self.model.vision == "trained":
+            raise at("model.vision", "trained does not work with lora, which trains adapters alone: leave it out")
         self._check_precision()
 
     def _check_images(self):
         parts = {
-            f"trainer {self.trainer}": self.trainer not in ("rl", "sft"),
             "an environment": self.environment,
-            "lora": self.lora,
-            "a critic": self.critic,
-            "a teacher": self.teaching,
-            "a dynamic constraint": self.refines,
-            "feedback": getattr(self.algorithm, "uses_feedback", False),
-            f"rollout.placement {self.rollout.placement}": self.rollout.placement != "colocated",
+            "rollout.placement server": self.rollout.placement == "server",
             "batching.pack_sequences false": not self.batching.pack_sequences,
             "model.precision fp8": self.model.precision == "fp8",
         }

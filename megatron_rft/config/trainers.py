@@ -236,7 +236,7 @@ class OfflineRecipe(GivenRecipe, trainer="offline"):
         data.train.unused(True, f"{store}: generate one with this option", *options, place="data.train.")
         data.unused(True, f"{store}: set data.validation.limit, data.test.limit", "limit", place="data.")
         why = "without data.test or data.validation: the trajectories have their prompts"
-        names = ("prompt_template", "chat", "chat_template_kwargs", "prompt_field", "answer_field")
+        names = ("prompt_template", "chat", "chat_template_kwargs", "prompt_field", "answer_field", "image_field")
         data.unused(not (data.test or data.validation), why, *names, place="data.")
 
 
@@ -246,7 +246,7 @@ class OfflineRecipe(GivenRecipe, trainer="offline"):
 class GenerateRun(s.Run, without=["steps", "epochs"]): ...
 
 
-class GenerateModel(SFTModel, without=["initialise"]): ...
+class GenerateModel(SFTModel, without=["initialise", "vision"]): ...
 
 
 class GenerateData(s.Data, without=["validation", "test", "shuffle"]):

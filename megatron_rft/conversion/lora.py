@@ -1,10 +1,11 @@
 """The tensors of LoRA adapters by Hugging Face's names, and their folders in PEFT's format.
 
-A folder has adapter_model.safetensors, whose names are those of `shapes` after a prefix, adapter_config.json, and
-base.json with the fingerprint of the model that the adapters were trained on.
+A folder has adapter_model.safetensors, whose names are those of transformers' modules after a prefix,
+adapter_config.json, and base.json with the fingerprint of the model that the adapters were trained on.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from megatron_rft.config.lora import TARGETS, Lora
 from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import TOWER, sees
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing, write_atomically
 
@@ -26,23 +29,39 @@ TENSORS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "bas
 
 def shapes(hf_config: Any, options: Lora) -> dict[str, tuple[int, int]]:
     """HF name -> shape of every A [rank, in] and B [out, rank]."""
-    modules = {f"{module}.weight" for target in options.targets for module in TARGETS[target]}
     adapters = {}
     for name, shape in hf_shapes(hf_config).items():
-        layer, _, module = name.removesuffix(".weight").rpartition(".")
-        if f"{module}.weight" in modules and name.endswith(".weight") and ".experts." not in name:
-            adapters[f"{layer}.{module}.lora_A.weight"] = (options.rank, shape[1])
-            adapters[f"{layer}.{module}.lora_B.weight"] = (shape[0], options.rank)
+        if has_adapter(name, options):
+            module = name.removesuffix(".weight")
+            adapters[f"{module}.lora_A.weight"] = (options.rank, shape[1])
+            adapters[f"{module}.lora_B.weight"] = (shape[0], options.rank)
     return adapters
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], options: Lora, base: str, fingerprint: str) -> None:
+def has_adapter(name: str, options: Lora) -> bool:
+    """Whether a tensor has an adapter. Experts and a vision tower have none."""
+    modules = tuple(f".{module}.weight" for target in options.targets for module in TARGETS[target])
+    return name.endswith(modules) and ".experts." not in name and TOWER not in name
+
+
+def peft_name(name: str, hf_config: Any) -> str:
+    """PEFT's name of a tensor: that of transformers' module, which a published file may call otherwise."""
+    family = family_of(hf_config)
+    return PREFIX + (name.replace(family.prefix, "model.language_model.", 1) if family.tower else name)
+
+
+def write(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], options: Lora, hf_config: Any, base: str, fingerprint: str
+) -> None:
     """Write adapters to `folder`. `base`: where PEFT looks for the model."""
     folder.mkdir(parents=True, exist_ok=True)
+    named = {peft_name(name, hf_config): tensor.contiguous() for name, tensor in tensors}
     with replacing(folder / TENSORS) as new:
-        save_file({PREFIX + name: tensor.contiguous() for name, tensor in tensors}, new, metadata={"format": "pt"})
+        save_file(named, new, metadata={"format": "pt"})
     config = options.peft() | {"lora_dropout": options.dropout, "base_model_name_or_path": base}
     config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    if sees(hf_config):  # whose tower may have modules of the same names
+        config["exclude_modules"] = rf".*{re.escape(TOWER)}.*"
     write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     write_atomically(folder / BASE, json.dumps({"fingerprint": fingerprint}) + "\n")
 
@@ -65,8 +84,10 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
         written = sorted(written) if isinstance(written, list) else written
         if written != wanted:
             raise DataError(f"{folder} has {key} {written}, and this recipe's `lora` means {wanted}")
-    adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    for name, shape in (expected := shapes(hf_config, options)).items():
+    expected = shapes(hf_config, options)
+    own = {peft_name(name, hf_config): name for name in expected}
+    adapters = {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    for name, shape in expected.items():
         if name not in adapters or adapters[name].shape != shape:
             what = f"has shape {tuple(adapters[name].shape)} instead of {shape}" if name in adapters else "is missing"
             raise DataError(f"the adapters in {folder} are not of this model: {name} {what}")
@@ -88,13 +109,12 @@ class Merged:
 
     def __init__(self, base: Lookup, adapters: Lookup, options: Lora, dtype: torch.dtype | None = None):
         self.base, self.adapters, self.options, self.dtype = base, adapters, options, dtype
-        self.modules = {module for target in options.targets for module in TARGETS[target]}
 
     def __call__(self, name: str) -> Tensor:
         weight = self.base(name)
         weight = weight.to(self.dtype or weight.dtype)
-        module = name.removesuffix(".weight")
-        if module == name or module.rpartition(".")[2] not in self.modules or ".experts." in name:
+        if not has_adapter(name, self.options):
             return weight
+        module = name.removesuffix(".weight")
         a, b = (self.adapters(f"{module}.lora_{part}.weight").float() for part in "AB")
         return (weight.float() + self.options.scale * (b @ a)).to(weight.dtype)

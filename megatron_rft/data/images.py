@@ -26,6 +26,7 @@ MARK = "<image>"  # of an image's place in a text
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL runs programs for some others
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 LEAST, MOST = 8, 1 << 26  # pixels of a side, and of an image
+SMALL = 160  # pixels of the longer side in the report
 
 Source = bytes | Path
 Grid = tuple[int, int, int]
@@ -43,6 +44,13 @@ class Pictures:
     def pixels(self) -> Tensor:
         """[patches, width]"""
         return self.reader.process([decoded(source) for source in self.sources])["pixel_values"]
+
+    def small(self) -> list[str]:
+        """Small copies as data URLs, for the report."""
+        files = [io.BytesIO() for _ in self.sources]
+        for source, file in zip(self.sources, files, strict=True):
+            ImageOps.contain(decoded(source), (SMALL, SMALL)).save(file, "JPEG", quality=85)
+        return [f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}" for file in files]
 
     def fill(self, text: str) -> str:
         """A template's text with as many image tokens for each image as it has features."""

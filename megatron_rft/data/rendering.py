@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.fields import Fields, Row, check_scalar, conversation, not_finite
-from megatron_rft.data.images import Pictures, flattened, with_parts
+from megatron_rft.data.images import MARK, Pictures, flattened, with_parts
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.plain_text import plain_text
@@ -149,9 +149,14 @@ def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int
 
 
 def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
-    """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
+    """The ids of `prompt`, which was formatted by `form`, with another question instead of its own. The question has
+    that of the prompt, whose images it shows."""
+    images, own = prompt.images, prompt.question
+    if images and own:
+        question = own.join(part.replace(MARK, "") for part in question.split(own))  # a response may have marks
     asked = question_of(prompt.fields, form, f"row {prompt.index + 1}", tokenizer, question)
-    return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
+    text = asked.rendered(tokenizer, images)
+    return encode([images.fill(text) if images else text], tokenizer, [bool(asked.chat)])[0]
 
 
 def as_text(messages: list[dict[str, str]]) -> str:

@@ -50,6 +50,7 @@ class Trajectory:
     segment_of: Annotated[tuple[int, ...] | None, IDS] = None
     # the problem's prompt, if an environment's first messages follow it
     problem_ids: Annotated[tuple[int, ...] | None, IDS] = None
+    images: Annotated[str | None, pa.string()] = None  # digest of the problem's images, which stay in the data set
     # JSON of the problem's other fields (tests, tools, level), with its first response
     fields: Annotated[str | None, pa.string()] = None
 
@@ -68,6 +69,7 @@ class Stored:
     held_out: list[Prompt]
     index: dict[str, Any]
     digest: str  # of the index, and so of all data
+    images: dict[int, str]  # problem with images -> their digest
     fields: dict[int, dict[str, Any]]  # training problem -> its other fields; empty unless `read` is asked for them
 
 
@@ -175,12 +177,14 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
         if digest(path)["sha256"] != expected:
             raise DataError(f"{path}: torn or changed since it was written. Remove it and run `megatron-rft generate`")
     train, held_out = set(index["train"]), set(index["held_out"])
-    batches, prompts, fields = [], {}, {}
+    batches, prompts, fields, images = [], {}, {}, {}
     for name in index["shards"]:
         rows = []
         for row in _rows(folder / "shards" / name, TRAINED):
             _check(row, folder / "shards" / name)
             problem = row["problem"]
+            if row.get("images") and (problem in train or problem in held_out):
+                images[problem] = row["images"]
             if with_fields and problem in train and problem not in fields:
                 fields[problem] = json.loads(row["fields"] or "{}")
             if problem in train and row["reward"] is not None:
@@ -190,11 +194,11 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
                 ids = tuple(row.get("problem_ids") or row["prompt_ids"])
                 prompts[problem] = Prompt(problem, ids, row["prompt"], row["answer"], about)
         if rows:
-            batches.append(_to_batch(rows, bool(index["facts"].get("environment"))))
+            batches.append(_to_batch(rows, index["facts"]))
     if not batches:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     held_out = [prompts[problem] for problem in index["held_out"]]
-    return Stored(concatenate(batches), held_out, index, digest(folder / INDEX)["sha256"], fields)
+    return Stored(concatenate(batches), held_out, index, digest(folder / INDEX)["sha256"], images, fields)
 
 
 def _mask(row: dict[str, Any]) -> torch.Tensor:
@@ -206,10 +210,10 @@ def _mask(row: dict[str, Any]) -> torch.Tensor:
     return mask
 
 
-def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
-    """Tensors instead of the rows' lists, which take twenty times the memory. `episodic`: an environment wrote some of
-    the tokens."""
-    masks = {"response_mask": torch.cat([_mask(row) for row in rows])} if episodic else {}
+def _to_batch(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Batch:
+    """Tensors instead of the rows' lists, which take twenty times the memory."""
+    masks = {"response_mask": torch.cat([_mask(row) for row in rows])} if facts.get("environment") else {}
+    keys = torch.tensor([row["problem"] if row.get("images") else -1 for row in rows])
     segments = [row.get("segment_of") or () for row in rows]
     batch = Batch.of(
         [row["prompt_ids"] for row in rows],
@@ -218,7 +222,8 @@ def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
         sequences={
             "group": torch.tensor([row["problem"] for row in rows]),
             "rewards": torch.tensor([float(row["reward"]) for row in rows]),
-        },
+        }
+        | ({"images": keys} if facts.get("images") else {}),
     )
     return batch.with_segments(segments) if any(segments) else batch
 

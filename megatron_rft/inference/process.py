@@ -115,7 +115,7 @@ class EngineProcess(Member):
         if not requests:
             return
         job, answers = next(self._jobs), queue.Queue()
-        requests = [replace(request, problem=None) for request in requests]  # a row may be large
+        requests = [replace(request, problem=request.problem and request.problem.shown) for request in requests]
         self._groups[job] = answers
         try:
             self._send("generate", job, requests, sampling)

@@ -98,7 +98,7 @@ class Actor:
         self.mapping = Mapping(hf_config)
         self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
         if sees(hf_config):
-            vision.check(batching, precision, value_head, lora)
+            vision.check(batching, precision)
         self.models = models.build(
             hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
         )

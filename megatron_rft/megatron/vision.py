@@ -30,14 +30,9 @@ def rotary_axes(hf_config: Any) -> Tensor:
     return axes
 
 
-def check(batching: Any, precision: str, value_head: bool, lora: Any) -> None:
+def check(batching: Any, precision: str) -> None:
     """Raise ConfigError for what is not exact with a vision tower."""
-    refused = {
-        "batching.pack_sequences=false": not batching.pack_sequences,
-        "model.precision=fp8": precision == "fp8",
-        "a critic (algorithm ppo)": value_head,
-        "lora": lora is not None,
-    }
+    refused = {"batching.pack_sequences=false": not batching.pack_sequences, "model.precision=fp8": precision == "fp8"}
     if found := [what for what, is_so in refused.items() if is_so]:
         raise ConfigError(f"a model that reads images does not support {' and '.join(found)}")
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Batching, Checkpoint, Rollout
+from megatron_rft.config.sections import Batching, Checkpoint, Model, Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.activations import activations
 from megatron_rft.plan.devices import GIB
@@ -23,7 +23,7 @@ from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.lora import adapter_chunks
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.parameters import buckets, owned, stage_chunks, total
+from megatron_rft.plan.parameters import Parameter, buckets, owned, stage_chunks, total
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.plan.teacher import weights as teacher_weights
 from megatron_rft.plan.vllm import choose, room_for_cache
@@ -55,9 +55,10 @@ def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_he
     """Return the state of a rank of the pipeline stage; with the distributed optimizer, of the rank that has most."""
     element, extra = BYTES[recipe.model.precision], recipe.megatron.extra
     frozen = 0
-    if recipe.lora and not (value_head and recipe.critic.path is None):  # otherwise a critic has the policy's
-        frozen = total(stage_chunks(s, layout, stage, value_head)) * element
-        frozen -= s.hidden * element * (value_head and stage == layout.pp - 1)
+    if not (recipe.lora and value_head and recipe.critic.path is None):  # such a critic has the policy's
+        tower = s.tower.whole if s.tower and stage == 0 and recipe.model.vision == "frozen" else 0
+        frozen = (tower + (total(stage_chunks(s, layout, stage, value_head)) if recipe.lora else 0)) * element
+        frozen -= s.hidden * element * bool(recipe.lora and value_head and stage == layout.pp - 1)
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     given = recipe.optimizer.extra
     moments, main = numbers(given, "exp_avg", "exp_avg_sq"), numbers(given, "main_params")
@@ -65,7 +66,9 @@ def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_he
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
     state = State(frozen, 0, 0)
     # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
-    for count, ranks, buffer, _ in buffers(recipe.lora, extra, s, layout, stage, value_head, overlap=False):
+    for count, ranks, buffer, _ in buffers(
+        recipe.lora, recipe.model, extra, s, layout, stage, value_head, overlap=False
+    ):
         if recipe.optimizer.use_distributed_optimizer:
             length = sum(length for length, _ in buffer)
             state += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
@@ -81,7 +84,14 @@ def numbers(optimizer: dict[str, Any], *names: str) -> int:
 
 
 def buffers(
-    lora: Lora | None, extra: dict[str, Any], s: ModelShape, layout: Layout, stage: int, value_head: bool, overlap: bool
+    lora: Lora | None,
+    model: Model,
+    extra: dict[str, Any],
+    s: ModelShape,
+    layout: Layout,
+    stage: int,
+    value_head: bool,
+    overlap: bool,
 ) -> Iterator[tuple[int, int, list, int]]:
     """Yield (parameters, ranks that share them, buckets, parameters of the largest tensor) of each buffer of gradients
     on a rank of the pipeline stage.
@@ -94,6 +104,8 @@ def buffers(
     trained = stage_chunks(s, layout, stage, value_head)
     if lora:
         trained = adapter_chunks(s, lora, layout, stage, value_head)
+    if s.tower and stage == 0 and model.vision == "trained":
+        trained[0] += map(Parameter, s.tower.parameters)
     for number, chunk in enumerate(trained):
         whole = not extra.get("overlap_grad_reduce", overlap) or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
@@ -190,8 +202,12 @@ def update_memory(
     if recipe.critic:
         state += state_of(recipe, s, layout, stage, value_head=True)
     second = recipe.algorithm.compares_distributions or recipe.distil is not None
-    element = BYTES[recipe.model.precision]
-    return state, activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
+    element, tower = BYTES[recipe.model.precision], 0.0
+    if recipe.data.image_field and s.tower and stage == 0:
+        prompt, longest = recipe.data.max_prompt_tokens, recipe.longest_generation
+        shown = max(1, batching.micro_batch_tokens // longest) * math.prod(s.tower.grid(recipe.data, prompt))
+        tower = element * s.tower.activations(shown, recipe.model.vision == "trained")
+    return state, round(tower) + activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 
 def gathers(checkpoint: Checkpoint, s: ModelShape) -> bool:
@@ -214,7 +230,9 @@ def gathered(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, overlap:
     sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
     extra = recipe.megatron.extra
     for value_head in (False, True) if recipe.critic else (False,):
-        for count, ranks, buffer, tensor in buffers(recipe.lora, extra, s, layout, stage, value_head, overlap):
+        for count, ranks, buffer, tensor in buffers(
+            recipe.lora, recipe.model, extra, s, layout, stage, value_head, overlap
+        ):
             weights += BYTES[recipe.model.precision] * max(count // ranks, tensor)
             held += (MOMENTS + MAIN) * count * (1 if value_head else sets) // (ranks if alone else 1)
             largest = max(largest, (1 + 1 / ranks) * max(length for length, _ in buffer))

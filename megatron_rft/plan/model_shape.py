@@ -21,7 +21,8 @@ from megatron_rft.families.shapes import (
     of_json,
 )
 from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, family_of
-from megatron_rft.families.towers import sees, tower_shapes
+from megatron_rft.families.towers import sees
+from megatron_rft.plan.tower import Tower
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -45,7 +46,7 @@ class ModelShape:
         self.expert_bias = family.has(EXPERT_BIAS) and self.experts > 0  # whether the routers have one
         self.max_positions: int = c.max_position_embeddings
         self.vocabulary: int = c.vocab_size
-        self.tower = sum(map(math.prod, tower_shapes(c).values())) if sees(c) else 0  # parameters of a vision tower
+        self.tower = Tower(c) if sees(c) else None
         self.tied = bool(first(c, "tie_word_embeddings"))  # the embedding is also the output matrix
         self.gemma = family.gemma  # four norms in a layer, and a GELU whose result is kept
         # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence
@@ -77,6 +78,7 @@ class ModelShape:
     def whole(self) -> int:
         """Return the number of parameters of the whole model."""
         count = (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
+        count += self.tower.whole if self.tower else 0
         for part in (part for layer in self.parts for part in layer if part.parameter):
             count += math.prod(part.shape) * (self.experts if part.expert else 1)
         return count

@@ -1,5 +1,6 @@
 """Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step. No torch."""
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron_rft.config.recipe import Recipe
@@ -90,6 +91,13 @@ class Search:
         looks = (online and updates * epochs > 1 or r.pipo is not None) + (online and r.algorithm.uses_reference)
         alone = machine.passes(tokens, batching.tokens_without_backward, length, False)
         total += alone * looks
+        if r.data.image_field and (tower := self.s.tower):
+            patches, trains = math.prod(tower.grid(r.data, r.data.max_prompt_tokens)), r.model.vision == "trained"
+            passes = (
+                tower.flops(patches, trains) * (epochs + (r.pipo is not None)) + tower.flops(patches, False) * looks
+            )
+            shown = sequences / (r.rollout.group_size if online else 1) / machine.layout.dp
+            total += Bounds(machine.products(passes * shown), 0)
         return total * (2 if r.critic else 1)
 
     def table(self) -> list[str]:

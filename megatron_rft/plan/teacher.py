@@ -39,4 +39,5 @@ def weights(teacher: str, layout: Layout, element: int) -> int:
     if folder is None:
         return 0
     shape = read_shape(folder)
-    return max(total(stage_chunks(shape, layout, stage)) for stage in range(layout.pp)) * element
+    tower = shape.tower.whole if shape.tower else 0
+    return max(total(stage_chunks(shape, layout, i)) + (tower if i == 0 else 0) for i in range(layout.pp)) * element

@@ -63,6 +63,14 @@ def batch_of(shape: Shape, count: int, group: int) -> Batch:
     )
 
 
+def with_images(batch: Batch, token: int, count: int) -> Batch:
+    """Put the image `token` in `count` places of each prompt, behind its first. All prompts have the same length."""
+    ids = batch.prompt_ids.view(len(batch), -1)
+    keys, ids = ids[:, 0].clone(), ids.clone()
+    ids[:, 1 : count + 1] = token
+    return replace(batch, prompt_ids=ids.flatten()).with_sequences(images=keys)
+
+
 def with_contexts(batch: Batch, more: int) -> Batch:
     """Add contexts to the batch: each prompt with `more` tokens of feedback."""
     lens = batch.prompt_lens + more

@@ -8,6 +8,7 @@ fork writes the counts as a line of JSON to stdout; the line is empty if it fail
 
 import importlib
 import json
+import math
 import os
 import resource
 import sys
@@ -255,12 +256,27 @@ class Step:
             models = make()
             for actor in models.trained.values():
                 actor.optimizer.fill_in()
+        if self.recipe.data.image_field:
+            self._see(models)
         return models
+
+    def _grid(self) -> tuple[int, int, int]:
+        """Return the patches of the image in each prompt."""
+        tower = read_shape(find_model(self.recipe.model.path)).tower
+        return tower.grid(self.recipe.data, max(self.recipe.data.max_prompt_tokens // 2, 1))
+
+    def _see(self, models: Any) -> None:
+        """Let the models compute images without values."""
+        import torch
+
+        grid, c = self._grid(), self.hf_config.vision_config
+        pixels = torch.empty(math.prod(grid), 3 * c.temporal_patch_size * c.patch_size**2)
+        models.see(SimpleNamespace(grids=lambda _: [grid], pixels=lambda _: pixels))
 
     def _batch(self, group: int, most: int) -> Any:
         """Return micro-batches for every data-parallel rank, with at most as many sequences as the run has."""
         from megatron_rft.megatron import parallel
-        from megatron_rft.rehearsal.batches import batch_of, micro_batch
+        from megatron_rft.rehearsal.batches import batch_of, micro_batch, with_images
 
         recipe, question = self.recipe, self.question
         prompt = max(recipe.data.max_prompt_tokens // 2, 1)
@@ -269,7 +285,11 @@ class Step:
         sharing = 1 if why else group
         shape = micro_batch(prompt, min(longest, budget - prompt), question.fraction, budget, sharing)
         count = question.micro_batches * parallel.dp_size() * len(shape.responses)
-        return batch_of(shape, max(min(group, 2), min(count, most)), group)
+        batch = batch_of(shape, max(min(group, 2), min(count, most)), group)
+        if not recipe.data.image_field:
+            return batch
+        cells = math.prod(self._grid()) // self.hf_config.vision_config.spatial_merge_size**2
+        return with_images(batch, self.hf_config.image_token_id, cells)
 
     def _update(self, models: Any, update: Any, passes: float, sequences: float) -> None:
         """Make one optimizer step. The run makes `passes` of them, each on `sequences`."""

@@ -444,7 +444,8 @@ class Samples {
       span.addEventListener("pointerleave", hideTip);
       part.append(span);
     });
-    return element("article", { class: "sample" }, facts, element("div", { class: "text prompt" }, sample.prompt), response);
+    const images = (sample.images ?? []).map((src) => element("img", { src, alt: "an image of the prompt" }));
+    return element("article", { class: "sample" }, facts, ...images, element("div", { class: "text prompt" }, sample.prompt), response);
   }
 
   // One part of a conversation, which can be folded: a turn of the policy, or what the environment said.

@@ -110,7 +110,7 @@ class Refiner:
             reward=f"{rollout.score.reward:g}",
         )
         ids = tuple(self.encode(rollout.prompt, asked))
-        return Task(rollout, Request(0, ids, 1, seed))
+        return Task(rollout, Request(0, ids, 1, seed, problem=rollout.prompt))
 
     def write(self, tasks: list[Task]) -> list[Response]:
         """Generate the refined responses, in the order of the tasks."""

@@ -53,7 +53,8 @@ def export(actor: Actor, folder: Path, model: Model, seed: int) -> None:
     """Write the adapters in PEFT's format. Collective; rank 0 writes."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in actor.stream(adapters=True)}
     if parallel.rank() == 0:
-        lora.write(folder, tensors.items(), actor.lora, str(model_folder(model.path).resolve()), base_of(model, seed))
+        base = str(model_folder(model.path).resolve())
+        lora.write(folder, tensors.items(), actor.lora, actor.hf_config, base, base_of(model, seed))
 
 
 def check_base(checkpoint: Path, inputs: dict[str, str]) -> None:

@@ -63,6 +63,7 @@ def _trajectory(prompt: Prompt, sample: int, response: Response, text: str, scor
         problem_ids=prompt.token_ids if response.prompt_ids else None,
         segment_of=response.segment_of or None,
         turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
+        images=prompt.images.digest if prompt.images_key >= 0 else None,
         fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
     )
 
@@ -106,6 +107,7 @@ def run(recipe: Recipe) -> int:
         "max_response_tokens": options.max_response_tokens,
         "stop_token_ids": list(build.stop_token_ids(options.stop, tokenizer)),
         "engine": engines.kind(hf_config),
+        "images": recipe.data.image_field and recipe.data.model_dump(exclude_defaults=True),
         "environment": recipe.environment and recipe.environment.model_dump(),
         "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,

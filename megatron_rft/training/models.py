@@ -87,6 +87,11 @@ class Models:
     def averages(self) -> dict[str, MovingAverage]:
         return {"teacher": self.teacher} if self.teacher else {}
 
+    def see(self, source: Any) -> None:
+        """Let all networks compute prompts with images. `source`: as of `Actor.see`."""
+        for actor in (*self.trained.values(), *getattr(self.given, "actors", ())):
+            actor.see(source)
+
     def outputs(self, batch: Batch) -> Batch:
         """The batch with the model outputs that the objective needs, from forward passes without gradients."""
         if self.old_logprobs == "rollout":

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rft import objectives
-from megatron_rft.config import Model, Recipe
+from megatron_rft.config import Data, Model, Recipe
 from megatron_rft.config.algorithms.offline import Offline
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Run
@@ -26,6 +26,7 @@ from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerpr
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
 from megatron_rft.data.hub import model_folder
+from megatron_rft.data.images import PromptImages
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.families.checks import whole_sequences
@@ -39,8 +40,9 @@ from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
+from megatron_rft.training.problems import Problems
 from megatron_rft.training.stored import train_stored
-from megatron_rft.training.teacher import Teachers, by_row
+from megatron_rft.training.teacher import Teachers, by_row, check_images
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
 
@@ -187,7 +189,9 @@ def train(recipe: Recipe) -> int:
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
     path = recipe.data.train.path
     stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
-    own = {} if recipe.data.validation else {"validation": stored.held_out}
+    shown = shown_again(stored, path, tokenizer)
+    check_images(recipe.teaching if shown else None, build.tokenizer_folder(recipe.model))
+    own = {} if recipe.data.validation else {"validation": [shown.get(p.index, p) for p in stored.held_out]}
     held_out = stored.held_out if own and recipe.evaluation.every else None
     kind = recipe.environment and recipe.environment.kind
     check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out, kind)
@@ -205,13 +209,27 @@ def train(recipe: Recipe) -> int:
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     actor = build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature)
-    data = reference.join(actor, data)
     if recipe.teaching:
         given = Teachers(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision)
     else:
         given = reference
     models = Models(actor, objective.needs, given=given, norms_every=options.part_norms_every)
+    if shown:
+        models.see(PromptImages(list(shown.values())))
+    data = reference.join(actor, data)
     return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), {}, own)
+
+
+def shown_again(stored: Stored, path: str, tokenizer: Any) -> dict[int, Prompt]:
+    """By number, the problems with images of the store at `path`, from the data set that it was generated from."""
+    section = stored.index["facts"].get("images")
+    prompts = Problems(Data(**section)).prompts("train", tokenizer).prompts if section else []
+    now = {prompt.index: prompt for prompt in prompts}
+    for problem, digest in stored.images.items():
+        if problem not in now or now[problem].images.digest != digest:
+            where = f"row {problem + 1} of {section['train']['path']}"
+            raise DataError(f"data.train: the images of {where} are not those that the store {path} was generated from")
+    return {problem: now[problem] for problem in stored.images}
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:

@@ -36,7 +36,7 @@ from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import TrainingRun
-from megatron_rft.training.teacher import Teachers, by_row
+from megatron_rft.training.teacher import Teachers, by_row, check_images
 from megatron_rft.utils.errors import DataError
 
 
@@ -45,6 +45,8 @@ def train(recipe: Recipe) -> int:
     engines, options, algorithm = EngineBuilder.of(recipe), recipe.rollout, recipe.algorithm
     engines.check_gpus()
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
+    if recipe.data.image_field:
+        check_images(recipe.teaching, build.tokenizer_folder(recipe.model))
     problems = Problems(recipe.data, recipe.environment)
     prompts = problems.prompts("train", tokenizer)
     encode = partial(ask_again, tokenizer=tokenizer, form=problems.prompt_format("train"))
@@ -56,7 +58,7 @@ def train(recipe: Recipe) -> int:
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
     models = build_models(recipe, hf_config, objective, of_row)
     if recipe.data.image_field:
-        models.actor.see(PromptImages(prompts.prompts))
+        models.see(PromptImages(prompts.prompts))
     routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:

@@ -220,9 +220,10 @@ def as_sample(one: Batch, rollouts: list[ScoredResponse], tokenizer: Any) -> Sam
     ids, group = one.response_ids.tolist(), int(one.groups[0])
     siblings = (each for each in rollouts if each.prompt_index == group)
     rollout = next(each for each in siblings if np.array_equal(each.response.token_ids, ids))
-    turns = rollout.response.turns
+    turns, images = rollout.response.turns, rollout.prompt.images
     return Sample(
-        prompt=tokenizer.decode(one.prompt_ids.tolist()),
+        prompt=rollout.prompt.text if images else tokenizer.decode(one.prompt_ids.tolist()),
+        images=images.small() if images else [],
         tokens=token_texts(tokenizer, ids),
         reward=rollout.score.reward,
         values={name: values.tolist() for name, values in one.tokens.items() if name != "response_mask"},

@@ -23,6 +23,6 @@ def train(recipe: Recipe) -> int:
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     models = Models(build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature))
     if recipe.data.image_field:
-        models.actor.see(PromptImages([answer.prompt for answer in answers]))
+        models.see(PromptImages([answer.prompt for answer in answers]))
     objective = objectives.build(recipe.algorithm)
     return train_stored(recipe, tokenizer, models, objective, stream, size, steps, as_batch, dropped, {})

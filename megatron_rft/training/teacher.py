@@ -25,7 +25,10 @@ from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import read_json
 
+PREPROCESSOR = "preprocessor_config.json"
+PIXELS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -35,6 +38,7 @@ class Teachers:
     def __init__(self, options: Teaching, of_row: dict[int, str], *shared: Any):
         """`of_row`: row -> name, without rows if there is one teacher. `shared`: as of `load_teacher`."""
         self.teachers = [load_teacher(path, *shared) for path in options.teachers.values()]
+        self.actors = [actor for actor, _ in self.teachers]
         numbers = {name: number for number, name in enumerate(options.teachers)}
         self.of_row = {row: numbers[name] for row, name in of_row.items()}
 
@@ -79,6 +83,15 @@ def load_teacher(path: str, student: Actor, megatron: Megatron, precision: str) 
     for tensor in actor.tensors():
         tensor.data = tensor.data.new_empty(0)
     return actor, kept
+
+
+def check_images(teaching: Teaching | None, model: Path) -> None:
+    """Check that the teachers get the same pixels of an image as the model in the folder `model`."""
+    own = read_json(model / PREPROCESSOR) or {}
+    for path in teaching.teachers.values() if teaching else ():
+        its = read_json(model_folder(path, "teacher") / PREPROCESSOR) or {}
+        if found := [name for name in PIXELS if its.get(name) != own.get(name)]:
+            raise DataError(f"teacher: {path} reads images otherwise than the model: {found[0]} in its {PREPROCESSOR}")
 
 
 def check_tokenizer(path: str, tokenizer: Any, folder: Path) -> None:

@@ -1,12 +1,16 @@
 """Runs on pictures: the example in small, killed and resumed, over two ranks, and what is refused."""
 
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from tests.fork_server import ENVIRONMENT
 from tests.integration.tiny import ROOT, metrics, train
 
 EXAMPLE = ROOT / "examples/vision"
@@ -16,6 +20,7 @@ EXAMPLE = ROOT / "examples/vision"
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
     (folder / "odd.py").write_text("def odd(prompt, text):\n    return float(len(text) % 2)\n")
+    (folder / "refine.txt").write_text("{question}\n{response}\n")
     subprocess.run([sys.executable, EXAMPLE / "make.py", folder], check=True, cwd=ROOT)
     return folder
 
@@ -65,8 +70,8 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("lora={rank: 4}", "images are not supported with lora"),
-        ("rollout.placement=process", "images are not supported with rollout.placement process"),
+        ("lora={rank: 4}", "model.vision: trained does not work with lora"),
+        ("rollout.placement=server", "images are not supported with rollout.placement server"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
         ("batching.pack_sequences=false", "images are not supported with batching.pack_sequences false"),
     ],
@@ -74,3 +79,101 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
 def test_what_does_not_go_with_images_is_refused(made, tmp_path, option, words):
     status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", option))
     assert status == 2 and words in output and "Traceback" not in output, output[-2000:]
+
+
+@pytest.fixture(scope="module")
+def start(made):
+    """The folder of a model with weights, tokenizer and image processor."""
+    status, output = train(EXAMPLE / "grpo.yaml", *options(made, made / "start", "run.steps=1"))
+    assert status == 0, output[-3000:]
+    return made / "start/export"
+
+
+BESIDE = {  # options, and a metric of each step that shows their effect
+    "lora": (["lora={rank: 4}", "model.vision=frozen"], "policy/grad_norm"),
+    "critic": (["algorithm={name: ppo}", "critic={lr: 1e-3}"], "value/grad_norm"),
+    "teacher": (["distil={teacher: START}"], "policy/distillation"),
+    "static": (["constraint={kind: static, eta: 0.1}"], "policy/kl_penalty"),
+    "dynamic": (
+        ["constraint={kind: dynamic, eta: 0.1, temperature: 1.0, template: MADE/refine.txt}"],
+        "constraint/pairs",
+    ),
+    "feedback": (["algorithm={name: sdpo, feedback: [sibling], max_feedback_tokens: 64}"], "sdpo/informed"),
+    "process": (["rollout.placement=process"], "policy/grad_norm"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_goes_with_images(made, start, tmp_path, name):
+    """Resumed, the run is that of one start; two ranks learn the same."""
+    given, metric = BESIDE[name]
+    given = [each.replace("START", str(start)).replace("MADE", str(made)) for each in given]
+    for out, more in (("whole", []), ("parts", ["run.steps=2"]), ("parts", []), ("two", ["--nproc", "2"])):
+        status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / out, *given, *more))
+        assert status == 0, output[-3000:]
+    whole, parts, two = (weights(tmp_path / out) for out in ("whole", "parts", "two"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert all(torch.allclose(whole[name], two[name], atol=1e-4) for name in whole)
+    assert max(line.get(metric, 0) for line in metrics(tmp_path / "whole")) > 0
+
+
+@pytest.fixture(scope="module")
+def store(made, start):
+    """The folder of a store of right and wrong responses to 12 problems, 11 of them with a picture."""
+    rows = (made / "train.jsonl").read_text().splitlines()[:12]
+    rows[3] = json.dumps(json.loads(rows[3]) | {"image": None})
+    (made / "stored.jsonl").write_text("\n".join(rows) + "\n")
+    recipe = {
+        "trainer": "generate",
+        "run": {"output_dir": str(made / "store")},
+        "model": {"path": str(start), "precision": "fp32"},
+        "data": {"train": str(made / "stored.jsonl"), "image_field": "image", "chat": True, "max_prompt_tokens": 64},
+        "rollout": {"engine": "hf", "group_size": 8, "max_response_tokens": 8},
+        "reward": {"kind": "own", "function": f"{made}/odd.py:odd", "maximum": 1.0},
+        "generation": {"held_out": 0.2},
+    }
+    (made / "generate.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "megatron_rft", "generate", str(made / "generate.yaml")]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return made / "store"
+
+
+def offline(made, start, store, out, *more):
+    recipe = {
+        "trainer": "offline",
+        "run": {"steps": 4},
+        "model": {"path": str(start), "precision": "fp32", "vision": "trained"},
+        "data": {"train": str(store), "max_prompt_tokens": 64},
+        "rollout": {"engine": "hf", "max_response_tokens": 8},
+        "algorithm": {"name": "fpa", "batch_sequences": 8},
+        "reward": {"kind": "own", "function": f"{made}/odd.py:odd", "maximum": 1.0},
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2},
+    }
+    (made / "offline.yaml").write_text(yaml.safe_dump(recipe))
+    return train(made / "offline.yaml", f"run.output_dir={out}", *more)
+
+
+def test_a_store_has_its_images_by_reference(made, start, store, tmp_path):
+    shards = b"".join(path.read_bytes() for path in store.rglob("*.parquet"))
+    assert len(shards) < 60_000 < len((made / "stored.jsonl").read_bytes())
+    for out, more in (("whole", []), ("parts", ["run.steps=2"]), ("parts", []), ("two", ["--nproc", "2"])):
+        status, output = offline(made, start, store, tmp_path / out, *more)
+        assert status == 0, output[-3000:]
+    whole, parts, two, before = (weights(tmp_path / out) for out in ("whole", "parts", "two", start.parent))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert all(torch.allclose(whole[name], two[name], atol=1e-4) for name in whole)
+    tower = [name for name in whole if name.startswith("visual.") and name.endswith("proj.weight")]
+    assert not any(torch.equal(whole[name], before[name]) for name in tower)
+
+
+def test_a_store_of_other_images_is_refused(made, start, store, tmp_path):
+    kept = (made / "stored.jsonl").read_text()
+    rows = kept.splitlines()
+    rows[5] = json.dumps(json.loads(rows[5]) | {"image": json.loads(rows[6])["image"]})
+    (made / "stored.jsonl").write_text("\n".join(rows) + "\n")
+    status, output = offline(made, start, store, tmp_path / "run")
+    (made / "stored.jsonl").write_text(kept)
+    assert status == 2 and "the images of row 6 of " in output, output[-2000:]

@@ -10,25 +10,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
+from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch
-from tests.families import FAMILIES as NEW
+from tests.families import FAMILIES as TEXT
+from tests.families import SEEING, transformers_class
 from tests.made import made
-from tests.parity.family_cases import write_folder
+from tests.parity.family_cases import Pictures, seeing_batch, write_folder
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
 from tests.parity.hf_cases import FAMILIES, section
 
+NEW = TEXT | SEEING
 LOGPROBS = frozenset({"logprobs"})
 ATTENTION = Lora(rank=4, alpha=8.0, targets=["attention"])
 OPTIONS = {
-    **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
+    **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5", *SEEING)},
     **{family: ATTENTION for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
     "qwen3": Lora(rank=4, alpha=8.0),
     "qwen2": Lora(rank=4, alpha=8.0, use_rslora=True),
@@ -43,25 +45,29 @@ CASES = {  # world size -> family -> layouts
         "qwen3_moe": [""],
         **{family: ["", "padded=1,shared=0"] for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
         **{family: [""] for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
+        **{family: ["", "recompute=1"] for family in SEEING},
     },
     2: {
         "qwen3": ["dp=2", "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2,budget=60", "cp=2", "tp=2,sp=1,recompute=1"],
         "qwen2": ["tp=2,sp=1", "tp=2"],
         "llama": ["tp=2"],
         "qwen3_moe": ["tp=2,sp=1"],
-        **{family: ["tp=2,sp=1"] for family in ("gemma3_text", "olmo3", "qwen3_5", "glm4_moe")},
+        **{family: ["tp=2,sp=1"] for family in ("gemma3_text", "olmo3", "qwen3_5", "glm4_moe", *SEEING)},
     },
     4: {"qwen3": ["tp=2,pp=2,vpp=2,sp=1,budget=60", "tp=2,cp=2,sp=1", "tp=2,dp=2,sp=1"]},
 }
 
 
-def mini_batch(vocabulary: int) -> Batch:
-    """Six ragged responses to two prompts."""
+def mini_batch(hf_config) -> Batch:
+    """Six ragged responses to two prompts, or with images eight to four."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(*lengths: int) -> list[list[int]]:
-        return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+        return [torch.randint(0, limit, (n,), generator=generator).tolist() for n in lengths]
 
+    limit = 91 if sees(hf_config) else hf_config.vocab_size
+    if sees(hf_config):
+        return seeing_batch(lambda n: ids(n)[0], generator)
     first, second = ids(7, 4)
     batch = Batch.of([first] * 3 + [second] * 3, ids(3, 11, 6, 9, 1, 8))
     return batch.with_sequences(group=torch.arange(6) // 3)
@@ -73,16 +79,15 @@ def values(hf_config, options: Lora) -> dict[str, torch.Tensor]:
     return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def of_peft(path: Path, options: Lora, given: dict, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def of_peft(hf_config, path: Path, options: Lora, given: dict, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss per response token, and the gradient of each adapter, in float64, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = transformers_class(hf_config).from_pretrained(path, dtype=torch.float64)
     model.config._experts_implementation = "eager"  # the grouped product has no float64
     kinds = options.peft()
     modules = kinds.pop("target_modules")
-    model = get_peft_model(model, LoraConfig(**kinds, target_modules=modules))
-    named = {
-        n.removeprefix(lora.PREFIX).replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n
-    }
+    model = get_peft_model(model, LoraConfig(**kinds, target_modules=modules, exclude_modules=r".*visual\..*"))
+    own = {lora.peft_name(name, hf_config): name for name in given}
+    named = {own[n.replace(".default", "")]: p for n, p in model.named_parameters() if "lora_" in n}
     assert named.keys() == given.keys(), named.keys() ^ given.keys()
     with torch.no_grad():
         for name, parameter in named.items():
@@ -90,9 +95,12 @@ def of_peft(path: Path, options: Lora, given: dict, batch: Batch) -> tuple[float
     total = 0.0
     prompts = batch.prompt_ids.split(batch.prompt_lens.tolist())
     responses = batch.response_ids.split(batch.response_lens.tolist())
-    for prompt, response in zip(prompts, responses, strict=True):
+    for prompt, response, key in zip(prompts, responses, batch.images.tolist(), strict=True):
         ids = torch.cat([prompt, response])[None]
-        logprobs = model(ids).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+        seen = Pictures(hf_config).of_transformers(key, ids) if key >= 0 else {}
+        logits = model(ids, **seen).logits[:, len(prompt) - 1 : -1]
+        logits[:, :, never_sampled(hf_config)] = -torch.inf
+        logprobs = logits.log_softmax(-1)
         loss = -logprobs.gather(-1, response[None, :, None]).sum() / len(batch.response_ids)
         loss.backward()
         total += loss.item()
@@ -108,7 +116,10 @@ def new_actor(case: dict[str, int], hf_config, options: Lora | None) -> Actor:
     batching = Batching(
         micro_batch_tokens=case.get("budget", 1000), pack_sequences=not case.get("padded"), share_prompts=shared
     )
-    return Actor(hf_config, megatron, batching, "fp32", optimizer=OPTIMIZER if options else None, lora=options)
+    actor = Actor(hf_config, megatron, batching, "fp32", optimizer=OPTIMIZER if options else None, lora=options)
+    if sees(hf_config):
+        actor.see(Pictures(hf_config))
+    return actor
 
 
 def backward(actor: Actor, batch: Batch) -> float:
@@ -174,8 +185,8 @@ def main() -> None:
     for family, cases in CASES[dist.get_world_size()].items():
         hf_config, options, path = (FAMILIES | NEW)[family], OPTIONS[family], Path(sys.argv[1]) / family
         write_folder(path, hf_config)
-        batch, given = mini_batch(hf_config.vocab_size), values(hf_config, options)
-        wanted_loss, wanted = of_peft(path, options, given, batch)
+        batch, given = mini_batch(hf_config), values(hf_config, options)
+        wanted_loss, wanted = of_peft(hf_config, path, options, given, batch)
         for text in cases:
             case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
             loss, found, norm, same, merged, held = of_actor(case, hf_config, path, options, given, batch)

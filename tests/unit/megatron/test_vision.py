@@ -7,13 +7,16 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.config import Batching, Megatron
+from megatron_rft.config import Batching, Megatron, load
 from megatron_rft.conversion.folder import whole_config
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, vision
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.images import Images, rope_positions
 from megatron_rft.megatron.packing import PackLayout, SharedPrompts, pack
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.memory import state_of
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError, DataError
 from tests.families import IMAGE, SEEING
@@ -116,7 +119,6 @@ def test_an_image_token_in_a_response_is_refused():
     [
         (dict(batching=Batching(pack_sequences=False)), "batching.pack_sequences=false"),
         (dict(precision="fp8"), "model.precision=fp8"),
-        (dict(value_head=True), "a critic"),
     ],
 )
 def test_what_is_not_exact_is_refused(ranks, options, words):
@@ -156,3 +158,21 @@ def test_a_tower_in_bf16_keeps_its_frequencies(ranks):
 @pytest.mark.parametrize(("family", "axes"), [("qwen2_5_vl", [0, 1, 1, 2]), ("qwen3_vl", [0, 1, 2, 0, 1, 2, 0, 0])])
 def test_the_axis_of_each_frequency(family, axes):
     assert vision.rotary_axes(SEEING[family]).tolist() == axes
+
+
+@pytest.mark.parametrize("vision_", ["frozen", "trained"])
+@pytest.mark.parametrize("family", SEEING)
+def test_the_plan_counts_the_tower(ranks, tmp_path, family, vision_):
+    """Bytes of weights and gradients, beside those of a model that is built."""
+    config = SEEING[family]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: m, vision: {vision_}, precision: fp32}}\n"
+        "data: {train: arithmetic}\noptimizer: {use_distributed_optimizer: false}\n"
+    )
+    actor = Actor(config, Megatron(), Batching(), "fp32", optimizer={"lr": 1.0}, trains_tower=vision_ == "trained")
+    found = state_of(load(recipe), ModelShape(whole_config(config).to_dict()), Layout(1, 1, 1, 1, 1, 1), 0)
+    assert found.weights == sum(tensor.nbytes for tensor in actor.tensors(frozen=True))
+    trained = [tensor for tensor in actor.tensors(frozen=True) if tensor.requires_grad]
+    assert found.gradients == sum(tensor.nbytes for tensor in trained)
+    assert any(tensor is actor.models[0].visual.patch_embed.proj.weight for tensor in trained) == (vision_ == "trained")

@@ -1,6 +1,12 @@
+import base64
+import io
+from dataclasses import replace
+
 import pytest
 import torch
+from PIL import Image
 
+from megatron_rft.data.images import Pictures
 from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch, Prompt, Response, Score
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
@@ -60,3 +66,14 @@ def test_a_sample_has_its_problem_and_all_numbers():
     assert (
         right.values["advantages"] == pytest.approx([0.7071, 0.7071], abs=0.3) and "response_mask" not in right.values
     )
+
+
+def test_a_sample_shows_small_copies_of_the_images_and_the_prompts_text():
+    Image.new("RGB", (400, 200), "red").save(file := io.BytesIO(), "PNG")
+    images = Pictures("", ((1, 4, 4),), (file.getvalue(),), None)
+    sampled = [replace(each, prompt=replace(each.prompt, images=images)) for each in rollouts((0.0, 1.0))]
+    shown = shown_samples(to_batch(sampled), [], sampled, Bytes())[0]
+    kind, _, content = shown.images[0].partition(";base64,")
+    small = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (kind, small.size, shown.prompt) == ("data:image/jpeg", (160, 80), "ask")
+    assert small.getpixel((80, 40))[0] > 240

@@ -1,0 +1,49 @@
+"""Sizes and cost of a vision tower. No torch.
+
+Each prompt is taken to have one image, the largest that the limit of pixels and the longest prompt allow. A micro-batch
+computes it once.
+"""
+
+import math
+from typing import Any
+
+from megatron_rft.config.sections import Data
+from megatron_rft.families.towers import tower_shapes, vision_of
+
+PIXELS = 1 << 20  # of an image, where data.max_image_pixels does not limit it
+
+
+class Tower:
+    def __init__(self, config: Any):
+        c = vision_of(config)
+        self.parameters = [math.prod(shape) for shape in tower_shapes(config).values()]
+        self.whole = sum(self.parameters)
+        self.depth, self.hidden, self.ffn = c.depth, c.hidden_size, c.intermediate_size
+        self.patch, self.merge = c.patch_size, c.spatial_merge_size  # pixels of a patch's side, patches of a token's
+        self.deep = hasattr(c, "deepstack_visual_indexes")  # Qwen3-VL's: other norms, no gate, no windows
+
+    def grid(self, data: Data, prompt: int) -> tuple[int, int, int]:
+        """The largest image of a prompt of `prompt` tokens: time, height and width in patches."""
+        tokens = (data.max_image_pixels or PIXELS) // (self.patch * self.merge) ** 2
+        tokens = max(1, min(tokens, prompt - 8))  # a prompt has text too
+        height = math.isqrt(tokens)
+        return 1, height * self.merge, tokens // height * self.merge
+
+    def activations(self, patches: int, trained: bool) -> int:
+        """Elements that the tower keeps for its backward pass; of a frozen one those of the block at work."""
+        block = 9 * self.hidden + 2 * self.ffn if self.deep else 13 * self.hidden + 4 * self.ffn
+        return patches * (block * (self.depth if trained else 1) + 8 * self.hidden)
+
+    def flops(self, patches: int, trained: bool) -> float:
+        """Of an image's forward pass and, of a trained tower, of its backward pass."""
+        attention = 4 * patches * self.hidden * self.depth / (1 if self.deep else 8)  # most layers have windows
+        return patches * (2 * self.whole + attention) * (3 if trained else 1)
+
+    def line(self, data: Data, vision: str) -> str:
+        """The plan's line. `vision`: model.vision."""
+        _, height, width = self.grid(data, data.max_prompt_tokens)
+        tokens, cost = height * width // self.merge**2, self.flops(height * width, vision == "trained")
+        return (
+            f"vision tower: {self.whole / 1e6:.1f} M parameters, {vision}, on ranks of the first stage; an image of "
+            f"{height * self.patch} x {width * self.patch} pixels: {tokens} tokens, {cost / 1e12:.1f} TFLOP"
+        )
