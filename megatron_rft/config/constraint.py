@@ -78,10 +78,6 @@ class DynamicOptions(Constraint, kind="dynamic"):
     norms_every: Natural = 0
     """Steps between measurements of the gradient norms of the loss's two parts; 0: none. Each costs two more backward
     passes."""
-    examples_every: Natural = 10
-    """Steps between examples, with their cross entropy per token, in RUN/refinements.jsonl; 0: none."""
-    examples: Count = 2
-    """Number of examples each time."""
 
     def _check(self):
         untrained = "while eta is 0: the pairs are not trained on"
@@ -92,7 +88,6 @@ class DynamicOptions(Constraint, kind="dynamic"):
             raise at("agreeing", f"with mode reward, {why}. Use mode: loss")
         if self.norms_every and (not self.eta or self.mode == "reward"):
             raise at("norms_every", "the loss has only one part: eta is 0, or the constraint is in the reward")
-        self.unused(not self.examples_every, "while examples_every is 0", "examples")
         if self.template is not None:
             read_template(self.template)
 

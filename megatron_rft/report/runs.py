@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from megatron_rft.config.resume import flat
-from megatron_rft.tracking.metrics import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, Sample, read_metrics, shortened
+from megatron_rft.tracking.metrics import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, read_metrics
 from megatron_rft.utils.errors import UserError, did_you_mean
 from megatron_rft.utils.files import read_json_lines
 
-RECIPE, REFINEMENTS = "recipe.yaml", "refinements.jsonl"
+RECIPE = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -107,33 +107,9 @@ def read(folder: Path) -> RecordedRun:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
     alarms = [line["note"] for line in read_json_lines(folder / NOTES_FILE) if line.get("alarm")]
-    return RecordedRun(folder, recipe, read_metrics(folder / METRICS_FILE), samples_of(folder), alarms)
-
-
-def samples_of(folder: Path) -> list[dict[str, Any]]:
-    """Return {"step": 10, "samples": [...]} for each recorded step: responses, and pairs of a response and its
-    refinement."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for line in read_json_lines(folder / SAMPLES_FILE):
-        by_step.setdefault(line["step"], []).extend(line["samples"])
-    for line in read_json_lines(folder / REFINEMENTS):
-        pairs = [side(example, name) for example in line["examples"] for name in ("response", "refined")]
-        by_step.setdefault(line["step"], []).extend(pairs)
-    return [{"step": step, "samples": by_step[step]} for step in sorted(by_step)]
-
-
-def side(example: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return one side of a pair as a sample: the "response" or the "refined" one."""
-    refined = name == "refined"
-    sample = Sample(
-        prompt=example["prompt"],
-        tokens=example[f"{name}_tokens"],
-        reward=example["refined_reward" if refined else "reward"],
-        values={"cross_entropy": example[f"{name}_cross_entropy"]},
-        problem=example["problem"],
-        kind="refined" if refined else "to be refined",
+    return RecordedRun(
+        folder, recipe, read_metrics(folder / METRICS_FILE), read_json_lines(folder / SAMPLES_FILE), alarms
     )
-    return shortened(sample)
 
 
 def _no_run(folder: Path) -> str:

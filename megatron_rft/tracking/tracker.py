@@ -48,13 +48,13 @@ class Tracker:
     ):
         self._files: dict[str, StepFile] = {}  # none on other ranks, and after the end
         self._progress, self._loggers = Progress(), []
+        self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         if not is_main:
             return
         self._folder = output_dir = Path(output_dir)
         name = name or output_dir.resolve().name
         self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
-        self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
             self.note(f"{METRICS_FILE} has no lines of steps {ranges(lost)}: something else has changed the file")
@@ -85,9 +85,13 @@ class Tracker:
             self._files[EXPERTS_FILE] = StepFile(self._folder / EXPERTS_FILE, step)
         self._files[EXPERTS_FILE].write(step, {"layers": loads})
 
+    def samples_due(self, step: int) -> bool:
+        """Whether samples of the step are written; the same on all ranks."""
+        return due(step, self._total_steps, self._sampled_steps)
+
     def samples(self, step: int, make: Callable[[], list[Sample]]) -> None:
         """Write samples of the step if they are due; call this before `log` of that step."""
-        if self._files and due(step, self._total_steps, self._sampled_steps):
+        if self._files and self.samples_due(step):
             self._files[SAMPLES_FILE].write(step, {"samples": [shortened(sample) for sample in make()]})
 
     def note(self, text: str, alarm: bool = False) -> None:

@@ -1,29 +1,22 @@
-"""Builds the refiner of a dynamic constraint, and writes examples for the report."""
+"""Builds the refiner of a dynamic constraint, and shows what it changes."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import ScoredResponse
-from megatron_rft.tracking.metrics import drop_from
+from megatron_rft.tracking.metrics import Sample
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.models import LOGPROBS, Models
-from megatron_rft.training.monitor import due
 
 REFINER_STREAM = 1  # a stream of sampling seeds other than the policy's
-EXAMPLES_FILE = "refinements.jsonl"
+PAIRS = 2  # shown of a step
 
 
 def build_refiner(
@@ -55,58 +48,25 @@ def build_refiner(
     )
 
 
-class Examples:
-    """RUN/refinements.jsonl: a line per step with examples, {"step": 10, "examples": [example, ...]}, where an
-    example is
+def shown_pairs(rollouts: list[ScoredResponse], actor: Actor, tokenizer: Any) -> list[Sample]:
+    """The first pairs that are trained on, each a response a and its refinement a', with -log pi of each token given
+    the tokens before it, in nats, by the policy that wrote the response. Tokens of a' beyond |a| are not part of the
+    constraint and are left out. Collective; call it before the step's updates."""
+    chosen = [each for each in rollouts if each.refined and each.refined.kept][:PAIRS]
+    if not chosen:
+        return []
+    written = [list(each.response.token_ids) for each in chosen]
+    refined = [list(each.refined.token_ids[: len(ids)]) for each, ids in zip(chosen, written, strict=True)]
+    batch = Batch.of([list(each.prompt.token_ids) for each in chosen] * 2, written + refined)
+    values = (-actor.outputs(batch, LOGPROBS)["logprobs"]).split(batch.response_lens.tolist())
 
-        {"problem": 17, "prompt": "...", "response": "...", "refined": "...", "reward": -0.3, "refined_reward": 1.0,
-         "response_tokens": ["3", " (1) ", ...], "response_cross_entropy": [0.1, 0.0, ...],
-         "refined_tokens": ["3", " (1) ", ...], "refined_cross_entropy": [0.1, 0.0, ...]}
+    def sample(number: int, kind: str, reward: float) -> Sample:
+        ids, prompt = (written + refined)[number], chosen[number % len(chosen)].prompt
+        tokens, entropies = [tokenizer.decode([token]) for token in ids], {"cross_entropy": values[number].tolist()}
+        return Sample(prompt.text, tokens, reward, entropies, problem=prompt.index, kind=kind)
 
-    where the cross-entropy of a token is -log pi given the tokens before it, in nats, by the policy that wrote the
-    response. Tokens of a' beyond |a| are not part of the constraint and are left out.
-    """
-
-    def __init__(self, options: DynamicOptions, folder: Path, actor: Actor, tokenizer: Any):
-        self.options, self.actor, self.tokenizer, self.is_main = options, actor, tokenizer, dist.get_rank() == 0
-        self.path = folder / EXAMPLES_FILE
-
-    def resume(self, done: int) -> None:
-        """Remove the lines that an earlier start wrote for steps after `done`."""
-        if self.is_main and self.path.exists():
-            drop_from(self.path, done + 1)
-
-    def write(self, step: int, rollouts: list[ScoredResponse]) -> None:
-        """Write the first pairs that are trained on. Collective; call it before the step's updates."""
-        pairs = [each for each in rollouts if each.refined and each.refined.kept]
-        chosen = pairs[: self.options.examples]
-        if not due(self.options.examples_every, step) or not chosen:
-            return
-        refined = [list(each.refined.token_ids[: len(each.response.token_ids)]) for each in chosen]
-        written = [list(each.response.token_ids) for each in chosen]
-        prompts = [list(each.prompt.token_ids) for each in chosen]
-        batch = Batch.of(prompts * 2, written + refined)
-        values = (-self.actor.outputs(batch, LOGPROBS)["logprobs"]).split(batch.response_lens.tolist())
-        if not self.is_main:
-            return
-        examples = [
-            {
-                "problem": each.prompt.index,
-                "prompt": each.prompt.text,
-                "response": each.text,
-                "refined": each.refined.text,
-                "reward": each.score.reward,
-                "refined_reward": each.refined.score.reward,
-                **self._side("response", written[i], values[i]),
-                **self._side("refined", refined[i], values[len(chosen) + i]),
-            }
-            for i, each in enumerate(chosen)
-        ]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "examples": examples}) + "\n")
-
-    def _side(self, name: str, ids: list[int], values: torch.Tensor) -> dict[str, list]:
-        return {
-            f"{name}_tokens": [self.tokenizer.decode([token]) for token in ids],
-            f"{name}_cross_entropy": [round(value, 4) for value in values.tolist()],
-        }
+    sides = [
+        (sample(i, "to be refined", each.score.reward), sample(len(chosen) + i, "refined", each.refined.score.reward))
+        for i, each in enumerate(chosen)
+    ]
+    return [side for pair in sides for side in pair]

@@ -70,13 +70,13 @@ def train(recipe: Recipe) -> int:
         evaluator = Evaluator(recipe.evaluation, problems, graded, folder, parallel.gather, *driver)
         run = TrainingRun(recipe, models, stream, recipe.run.steps, evaluator, prompts.dropped)
         stack.enter_context(closing(run))
-        examples = refiner = None
+        pairs = refiner = None
         if recipe.refines:
             template = recipe.constraint.template_text(recipe.reward.kind)
             refiner = dynamic_constraint.build_refiner(
                 engines, models, tokenizer, encode, template, reward.maximum, recipe.run.seed, stack
             )
-            examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer)
+            pairs = partial(dynamic_constraint.shown_pairs, actor=models.actor, tokenizer=tokenizer)
         background = recipe.trains_while_sampling
         sampler = Sampler(
             player,
@@ -96,7 +96,7 @@ def train(recipe: Recipe) -> int:
             background=background,
             routes=routes,
         )
-        batches = OnlineBatches(run, sampler, weights, options.prompts_per_step, options.staleness, examples)
+        batches = OnlineBatches(run, sampler, weights, options.prompts_per_step, options.staleness, pairs)
         stack.enter_context(closing(batches))
         return loop.train(run, batches, models, objective)
 

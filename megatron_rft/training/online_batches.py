@@ -15,6 +15,7 @@ them.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,6 @@ from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rollout.sampler import PendingRound, RoundResult, Sampled, Sampler, ScoredResponse
 from megatron_rft.tracking.metrics import Sample
-from megatron_rft.training.dynamic_constraint import Examples
 from megatron_rft.training.loop import Batches
 from megatron_rft.training.run import TrainingRun
 from megatron_rft.utils.errors import RunFailed
@@ -41,17 +41,18 @@ ROUND = TypeAdapter(RoundResult)
 
 @dataclass
 class OnlineBatches(Batches):
-    """Samples `prompts_per_step` problems of the run's stream for each step. `examples`: those of the dynamic
-    constraint."""
+    """Samples `prompts_per_step` problems of the run's stream for each step. `pairs`: those of a dynamic constraint to
+    show."""
 
     run: TrainingRun
     sampler: Sampler
     weights: EngineWeights
     prompts_per_step: int
     staleness: int = 0
-    examples: Examples | None = None
+    pairs: Callable[[list[ScoredResponse]], list[Sample]] | None = None
     pending: dict[int, PendingRound | list[RoundResult]] = field(default_factory=dict)  # by step: started, or sampled
     sampled: Sampled | None = None  # of this step
+    shown: list[Sample] = field(default_factory=list)  # its pairs
     told_of_grader: bool = False  # that it fails on some responses
 
     def begin(self, step: int) -> bool:
@@ -75,9 +76,9 @@ class OnlineBatches(Batches):
                 f"{self.staleness}: the engine does not have the weights that it was sent"
             )
         self.weights.sleep()
-        if self.examples:
+        if self.pairs and self.run.tracker.samples_due(step):
             with self.run.phases("logprobs"):
-                self.examples.write(step, self.sampled.rollouts)
+                self.shown = self.pairs(self.sampled.rollouts)
         return self.sampled.batch
 
     def publish(self, version: int, asked: bool = False, verify: bool = False) -> dict[str, float]:
@@ -109,7 +110,7 @@ class OnlineBatches(Batches):
             tracker.note(line)
         if sampler.refiner:
             metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
-        tracker.samples(step, lambda: shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
+        tracker.samples(step, lambda: shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer) + self.shown)
         if not self.told_of_grader and metrics["reward/grader_errors"]:
             self.told_of_grader = True
             tracker.note(grader_errors(sampled.rollouts, step))
@@ -135,8 +136,6 @@ class OnlineBatches(Batches):
         return routes | {KEY: torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)}
 
     def restore(self, state: State) -> State:
-        if self.examples:
-            self.examples.resume(self.run.done)
         if KEY in state:
             by_index = {prompt.index: prompt for prompt in self.run.stream.items}
             for row in json.loads(bytes(state[KEY].numpy())):

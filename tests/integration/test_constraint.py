@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.test_kill_and_resume import assert_same_run, killed, numbers
 from tests.integration.test_online_algorithms import recipe_of
 from tests.integration.tiny import metrics, train
@@ -15,7 +16,6 @@ SECTIONS = {
         "temperature": 1.0,
         "kl_every": 2,
         "norms_every": 3,
-        "examples_every": 2,
     },
     "pipo": {"window": 2, "learning_rate": 1e-2},
     "checkpoint": {"every": 2, "asynchronous": False},
@@ -55,8 +55,10 @@ def test_killed_and_resumed_it_is_the_same_run(recipe):
     status, output = train(path, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, path.parent / "run")
-    examples = [(each / "refinements.jsonl").read_text() for each in (out, path.parent / "run")]
-    assert examples[0] == examples[1] and examples[0]
+    shown = [read_json_lines(each / "samples.jsonl") for each in (out, path.parent / "run")]
+    pairs = [[(line["step"], s["tokens"], s["values"]) for line in lines for s in line["samples"]] for lines in shown]
+    kinds = [sample["kind"] for line in shown[0] for sample in line["samples"]]
+    assert pairs[0] == pairs[1] and kinds.count("to be refined") == kinds.count("refined") > 0
 
 
 def weights(path) -> bytes:

@@ -126,7 +126,6 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["constraint={kind: dynamic, eta: 0.1, template: cod}"], "Did you mean 'code'?"),
         (["constraint={kind: dynamic, eta: 0.1}", "reward.kind=choice"], "constraint.template: is required with"),
         (["constraint={kind: dynamic, eta: 0.1, mode: reward, norms_every: 5}"], "the loss has only one part"),
-        (["constraint={kind: dynamic, eta: 0.1, examples_every: 0, examples: 3}"], "while examples_every is 0"),
         (["constraint={kind: none}", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient: 0.1 contradicts"),
         (["constraint={kind: static, eta: 0.1, mode: loss}", "algorithm.kl_in=reward"], "constraint.mode is loss"),
         (["constraint={kind: dynamic, eta: 0.1}", "algorithm.name=sdpo"], "the loss of sdpo has none"),

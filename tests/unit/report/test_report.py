@@ -172,23 +172,6 @@ class TestPage:
         assert not re.search(r"<(link|img|iframe)|src=|@import|url\(|fetch\(|XMLHttp", text)
         assert set(re.findall(r"https?://[^\"' <]*", text)) == {"http://www.w3.org/2000/svg"}
 
-    def test_a_refinement_stands_beside_its_response(self, tmp_path):
-        run = write_run(tmp_path / "run")
-        example = {
-            "problem": 3,
-            "prompt": "2+2=",
-            "response": "5",
-            "refined": "4",
-            "reward": 0.0,
-            "refined_reward": 1.0,
-        }
-        example |= {"response_tokens": ["5"], "response_cross_entropy": [0.1]}
-        example |= {"refined_tokens": ["4", "."], "refined_cross_entropy": [2.0, 0.5]}
-        (run / "refinements.jsonl").write_text(json.dumps({"step": 10, "examples": [example]}) + "\n")
-        first, second = read_all([run])[0][0].samples[0]["samples"][-2:]
-        assert (first["tokens"], first["reward"], first["kind"]) == (["5"], 0.0, "to be refined")
-        assert second["values"] == {"cross_entropy": [2.0, 0.5]} and second["kind"] == "refined"
-
     def test_samples_are_bounded(self, tmp_path):
         (group,) = grouped(read_all([write_run(tmp_path / "long", steps=600)])[0])
         (found,) = page.samples([group])
