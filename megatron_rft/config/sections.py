@@ -494,8 +494,6 @@ class Tracking(Section):
     """auto: a bar on a terminal, lines in a log."""
     wandb: Wandb | None = None
     tensorboard: bool = False
-    prometheus: str | None = None
-    """Folder of node_exporter's textfile collector: each step's metrics are written to megatron_rft_NAME.prom there."""
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one device, for training/mfu. None: the data sheet's for bf16, if the device is known."""
     alarms: bool = True

@@ -1,8 +1,8 @@
 """Starts the ranks of a node, passes signals on to them, and reports which one failed. Imports no torch.
 
 Unlike torchrun it passes SIGUSR1 and SIGTERM on and lets the ranks save, returns their exit status, names a rank that
-was killed, and ends all ranks when it ends. On several nodes Slurm starts this process once on each node (`launch/`),
-or starts the ranks itself. A process that finds RANK in its environment, set by torchrun for example, is a rank.
+was killed, and ends all ranks when it ends. On several nodes Slurm starts this process once on each node (`launch/`).
+A process that finds RANK in its environment, set by torchrun for example, is a rank.
 
 Every rank writes RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that get no exit status.
 """
@@ -283,13 +283,10 @@ def check_environment(nproc: int | None) -> tuple[int, int, Node]:
     """Return the numbers of ranks of the run and on this node, and this node among those whose launchers start `nproc`
     ranks each.
 
-    The ranks may exist already: started by another launcher, or as the tasks of a Slurm step (if nproc is not given).
+    The ranks may exist already, started by another launcher.
     """
     if nproc is not None:
         slurm.clear_hook_variables()
-    if "RANK" not in os.environ and nproc is None:
-        found = slurm.rank_environment()
-        os.environ.update((compiler_caches() if found else {}) | os.environ | found)
     if "RANK" not in os.environ:
         node, nproc = slurm.this_node(), nproc or 1
         slurm.check_ranks_per_node(nproc)

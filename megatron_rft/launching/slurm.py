@@ -36,21 +36,6 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
     return Node(int(environment["SLURM_NODEID"]), nodes, *main_rank(environment))
 
 
-def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that torch.distributed reads if the step's tasks are the ranks; otherwise nothing."""
-    if not in_step(environment) or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return {}
-    address, main_port = main_rank(environment)
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks_of(int(environment["SLURM_NODEID"]), environment["SLURM_STEP_TASKS_PER_NODE"])),
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(main_port),
-    }
-
-
 def main_rank(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the address and the port of rank 0: those that the user has set, else from what Slurm says."""
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
@@ -78,8 +63,8 @@ def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise ConfigError(
-            f"--nproc {nproc}: this step has {tasks} tasks per node, each of which would start {nproc} ranks. "
-            "Use srun --ntasks-per-node=1, or leave --nproc out: then each task is a rank"
+            f"--nproc {nproc}: this step has {tasks} tasks per node, each of which would start {nproc} ranks: use "
+            "srun --ntasks-per-node=1"
         )
     gpus = int(environment.get("SLURM_GPUS_ON_NODE", nproc))
     if gpus < nproc:
@@ -87,12 +72,6 @@ def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ
             f"--nproc {nproc}: node {environment.get('SLURMD_NODENAME')} has {gpus} GPUs in this job. Ask for equally "
             "many on every node: sbatch --gpus-per-node"
         )
-
-
-def tasks_of(node: int, counts: str) -> int:
-    """Return the number of tasks on a node from Slurm's short form: 4(x2),1 is 4, 4, 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
 
 
 def first_host(nodes: str) -> str:

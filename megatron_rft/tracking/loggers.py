@@ -1,14 +1,11 @@
-"""Destinations of metrics besides the metrics file: Weights & Biases, TensorBoard and Prometheus."""
+"""Destinations of metrics besides the metrics file: Weights & Biases and TensorBoard."""
 
-import math
-import re
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.utils.errors import DataError, UserError
+from megatron_rft.utils.errors import UserError
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import without_stop_signals
 
@@ -74,47 +71,3 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def metric_name(name: str) -> str:
-    """reward/pass@1 -> megatron_rft_reward_pass_at_1"""
-    return "megatron_rft_" + re.sub(r"\W", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-class PrometheusLogger:
-    """Writes the last step's metrics to FOLDER/megatron_rft_NAME.prom, for the textfile collector of Prometheus's
-    node_exporter, if tracking.prometheus names a folder.
-
-    It opens no port and needs no package. `reward/mean` becomes `megatron_rft_reward_mean{run="NAME"}`. The file stays
-    after the run: `megatron_rft_last_step_timestamp_seconds` tells how old its values are.
-    """
-
-    def __init__(self, folder: Path, run: str):
-        self._path = Path(folder).expanduser() / ("megatron_rft_" + re.sub(r"[^\w.-]", "_", run) + ".prom")
-        self._label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        try:
-            write_atomically(self._path, "")
-        except OSError as error:
-            raise DataError(
-                f"tracking.prometheus: {folder} is no folder to write to ({error.strerror}): "
-                "name the one that node_exporter's --collector.textfile.directory reads"
-            ) from None
-        self._path.chmod(0o644)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {metric_name(name): value for name, value in metrics.items()}
-        values |= {metric_name("step"): step, metric_name("last_step_timestamp_seconds"): time.time()}
-        lines = [
-            f'# TYPE {name} gauge\n{name}{{run="{self._label}"}} {_number(value)}\n' for name, value in values.items()
-        ]
-        write_atomically(self._path, "".join(lines))
-        self._path.chmod(0o644)  # node_exporter is another user
-
-    def close(self) -> None:
-        """The last values stay."""
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
-from megatron_rft.tracking.loggers import PrometheusLogger, TensorBoardLogger, WandbLogger
+from megatron_rft.tracking.loggers import TensorBoardLogger, WandbLogger
 from megatron_rft.tracking.metrics import (
     EXPERTS_FILE,
     METRICS_FILE,
@@ -22,7 +22,7 @@ from megatron_rft.tracking.progress import Progress, make_progress
 
 
 class Logger(Protocol):
-    """A destination of metrics besides the metrics file: wandb, TensorBoard or Prometheus."""
+    """A destination of metrics besides the metrics file: wandb or TensorBoard."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -121,6 +121,4 @@ def optional_loggers(
         loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
     if config.tensorboard:
         loggers.append(TensorBoardLogger(output_dir, resume_step))
-    if config.prometheus is not None:
-        loggers.append(PrometheusLogger(Path(config.prometheus), name))
     return loggers

@@ -48,7 +48,6 @@ def test_first_host(nodes, first):
 
 def test_a_batch_script_is_alone():
     assert slurm.this_node(BATCH) == Node()
-    assert slurm.rank_environment(BATCH) == {}
     slurm.check_ranks_per_node(8, BATCH)
 
 
@@ -71,10 +70,6 @@ def test_ranks_per_node():
     slurm.check_ranks_per_node(8, STEP | {"SLURM_GPUS_ON_NODE": "8"})
 
 
-def test_tasks_of_a_node():
-    assert [slurm.tasks_of(node, "4(x2),1") for node in range(3)] == [4, 4, 1]
-
-
 class TestEnvironment:
     def test_launchers_of_several_nodes(self, in_step):
         assert launcher.check_environment(4) == (8, 4, slurm.this_node(STEP))
@@ -90,16 +85,6 @@ class TestEnvironment:
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match="a launcher has started 2 ranks already"):
             launcher.check_environment(4)
-
-    def test_tasks_that_are_the_ranks(self, in_step):
-        assert launcher.check_environment(None) == (2, 1, Node())
-        assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"
-        assert os.environ["LOCAL_WORLD_SIZE"] == "1"
-
-    @pytest.mark.parametrize("nproc, tasks, ranks", [(4, "1(x2)", 4), (None, "1(x2)", 1), (None, "2,3", 3)])
-    def test_ranks_of_this_node(self, in_step, monkeypatch, nproc, tasks, ranks):
-        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-        assert launcher.check_environment(nproc)[1] == ranks
 
     def test_a_launcher_that_does_not_say_has_one_node(self, in_step, monkeypatch):
         monkeypatch.setenv("RANK", "0")
