@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Positive, Section, Share
@@ -13,6 +13,24 @@ TARGETS = {  # Hugging Face's modules
 }
 
 
+def targets_of(named: Any) -> Any:
+    """PEFT's names of all modules of a target are the target. Raises ValueError for a part of them."""
+    if not isinstance(named, list):
+        return named
+    modules = [module for its in TARGETS.values() for module in its]
+    targets = [each for each in named if each not in modules]
+    for target, its in TARGETS.items():
+        given, missing = [each for each in its if each in named], [each for each in its if each not in named]
+        if given and missing and target not in targets:
+            raise ValueError(
+                f"{', '.join(given)} without {', '.join(missing)}: megatron-core joins q_proj, k_proj and v_proj, and "
+                f"gate_proj and up_proj, in one layer each, so all modules of a target have adapters. Write {target} "
+                f"for {', '.join(its)}"
+            )
+        targets += [target] if given and target not in targets else []
+    return targets
+
+
 class Lora(Section):
     """Names and meaning are those of PEFT's LoraConfig: r, lora_alpha, lora_dropout, use_rslora."""
 
@@ -20,8 +38,9 @@ class Lora(Section):
     """Columns of each adapter's B and rows of its A."""
     alpha: Positive = 32.0
     """The adapter's output is multiplied by alpha / rank."""
-    targets: Annotated[list[Literal[*TARGETS]], Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
-    """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj."""
+    targets: Annotated[list[Literal[*TARGETS]], BeforeValidator(targets_of), Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
+    """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj. PEFT's names
+    of all of a target's modules are the target."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that a larger rank does not learn more slowly."""
     dropout: Share = 0.0

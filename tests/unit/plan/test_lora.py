@@ -50,7 +50,12 @@ def test_how_many_times_fewer_bytes_adapters_alone_are(config, times):
         ({}, "lora.targets=[query]", "lora.targets"),
         ({}, "lora.targets=[mlp,mlp]", "names a target twice"),
         ({}, "lora.targets=[]", "lora.targets"),
-        ({}, "lora.targets=[q_proj]", "'q_proj' is not one of attention, mlp"),
+        (
+            {},
+            "lora.targets=[q_proj,v_proj]",
+            "q_proj, v_proj without k_proj, o_proj: megatron-core joins q_proj",
+        ),
+        ({}, "lora.targets=[attention,up_proj]", "Write mlp for gate_proj, up_proj, down_proj"),
         (LATENT, "lora.targets=[attention]", "attention matches nothing, the layers of this model have no"),
         (EXPERTS | {"moe_intermediate_size": 4, "num_experts_per_tok": 1}, "lora.rank=2", "adapters of experts"),
     ],
@@ -96,3 +101,9 @@ def test_what_an_engine_cannot_take(path, change, options, message, capsys):  # 
     assert main.main(["plan", str(path), *options, *targets]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: lora.sync") and error.count("\n") == 1, error
+
+
+def test_names_of_peft_for_all_modules_of_a_target():
+    modules = ["v_proj", "q_proj", "o_proj", "k_proj"]
+    assert Lora(targets=modules) == Lora(targets=["attention"])
+    assert Lora(targets=["mlp", *modules]) == Lora(targets=["mlp", "attention"])
