@@ -102,7 +102,7 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["constraint={kind: fixed}"], "'fixed' is not one of none, static, dynamic"),
         (["constraint={kind: none, eta: 0.1}"], "constraint.eta: does nothing with kind none"),
         (["constraint={kind: static, eta: 0.1, filter: false}"], "constraint.filter: does nothing with kind static"),
-        (["constraint={kind: none, examples: 3}"], "constraint.examples: does nothing with kind none"),
+        (["constraint={kind: none, first: 3}"], "constraint.first: does nothing with kind none"),
         (["constraint={kind: dynamic, eta: 0, filter: false}"], "constraint.filter: does nothing while eta is 0"),
         (["constraint={kind: dynamic, eta: 0, per: pairs}"], "constraint.per: does nothing while eta is 0"),
         (["constraint={kind: dynamic, eta: 0.1, mode: reward, per: pairs}"], "does nothing with mode reward"),
