@@ -113,6 +113,11 @@ NUMBERS = tuple(str(number) for number in range(10, 100))
 OPERATIONS = tuple(f"{operator}{operand}" for operator in "+-*" for operand in range(1, 10))
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
 VOCABULARY_SIZE = 256  # more than there are (227): tensor parallelism divides it
+TINY = {
+    "vocab_size": VOCABULARY_SIZE, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+    "pad_token_id": 0, "eos_token_id": 1, "architectures": ["Qwen3ForCausalLM"],
+}  # fmt: skip
 
 
 def tokenizer():
@@ -131,24 +136,11 @@ def tokenizer():
     )
 
 
-def qwen3_config(hidden_size: int = 128, intermediate_size: int = 512, num_hidden_layers: int = 4, **more):
-    """A Qwen3 of about 1 M parameters; `more` are any other fields of transformers' Qwen3Config."""
+def qwen3_config(**sizes):
+    """A Qwen3 of about 1 M parameters; `sizes` are other fields of transformers' Qwen3Config."""
     from transformers import Qwen3Config
 
-    settings = dict(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        eos_token_id=1,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    return Qwen3Config(**(settings | more))
+    return Qwen3Config(**(TINY | sizes))
 
 
 def write_model_folder(folder: str | Path, **config) -> Path:

@@ -53,7 +53,7 @@ def check_escapes(json_text: str, value: Any, place: object) -> None:
             ) from None
 
 
-class Remote(PurePosixPath):
+class Streamed(PurePosixPath):
     """A file that is read over the network: hf://datasets/organisation/name@revision/path."""
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Remote(PurePosixPath):
         raise DataError(f"{self}: a streamed file has no files beside it, and its adapter needs them")
 
 
-File = Path | Remote
+File = Path | Streamed
 
 
 class Fields:

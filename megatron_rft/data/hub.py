@@ -14,7 +14,7 @@ from glob import escape
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME, SAVED
-from megatron_rft.data.fields import Remote
+from megatron_rft.data.fields import Streamed
 from megatron_rft.data.selection import README, Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
 from megatron_rft.utils.errors import DataError, first_line
@@ -44,7 +44,7 @@ def download(path: str, choice: Choice) -> list[Path]:
     return [folder / name for name in names]
 
 
-def addresses(path: str, choice: Choice) -> list[Remote]:
+def addresses(path: str, choice: Choice) -> list[Streamed]:
     """The chosen files of a hub name, to be read over the network.
 
     Raises:
@@ -59,7 +59,7 @@ def addresses(path: str, choice: Choice) -> list[Remote]:
         names = select(names, choice, where["repo_id"], _readme(where, names))
     if any(name.endswith(SAVED) for name in names):
         raise DataError(f"{path}: a folder of save_to_disk cannot be streamed: leave out streaming")
-    return [Remote(f"hf://datasets/{where['repo_id']}@{info.sha}/{name}") for name in names]
+    return [Streamed(f"hf://datasets/{where['repo_id']}@{info.sha}/{name}") for name in names]
 
 
 def _where(path: str) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rft.config.datasets import ARITHMETIC, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
 from megatron_rft.data import arithmetic, hub
 from megatron_rft.data.adapters import adapt
-from megatron_rft.data.fields import File, Remote, Row
+from megatron_rft.data.fields import File, Row, Streamed
 from megatron_rft.data.selection import README, Choice, kind_of, select
 from megatron_rft.data.tables import table
 from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines
@@ -98,7 +98,7 @@ def _read(file: File) -> Iterator[tuple[str, Row]]:
     if suffix_of(file.name) is None:
         raise DataError(f"{file} is not a {READ} file")
     here = file.parent.glob("*.arrow") if file.name == SAVED else [file]
-    for each in [] if isinstance(file, Remote) else here:
+    for each in [] if isinstance(file, Streamed) else here:
         with each.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
                 raise DataError(f"{each} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder")

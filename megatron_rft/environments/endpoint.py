@@ -44,7 +44,7 @@ OVERRULED["web_search"] = "this server has none, and the policy is not told of i
 
 
 @dataclass(eq=False)
-class Job:
+class Reply:
     """The answer to a request, and the clients that wait for it."""
 
     task: asyncio.Task
@@ -126,27 +126,27 @@ class Endpoint:
                 messages = [plain(message) for message in asked["messages"]]
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
-            job = self._job(episode, request, raw, asked, messages)
-            job.waiting.append(request)
+            reply = self._reply(episode, request, raw, asked, messages)
+            reply.waiting.append(request)
             try:
-                return await (self._stream if body.get("stream") else self._whole)(request, job, dialect, body)
+                return await (self._stream if body.get("stream") else self._whole)(request, reply, dialect, body)
             finally:
-                if job.task.done() and not job.failed and not job.sent:
-                    job.sent = True
-                    episode.sent(len(job.task.result()["choices"]))
+                if reply.task.done() and not reply.failed and not reply.sent:
+                    reply.sent = True
+                    episode.sent(len(reply.task.result()["choices"]))
 
         return handle
 
-    def _job(self, episode: ProgramEpisode, request: web.Request, raw: bytes, asked: dict, messages: list) -> Job:
+    def _reply(self, episode: ProgramEpisode, request: web.Request, raw: bytes, asked: dict, messages: list) -> Reply:
         """A client says that it tries again, or it asks what another has asked and then left."""
         named = request.headers.get("idempotency-key")
         again = bool(named) or request.headers.get("x-stainless-retry-count", "0") != "0"
         key = named or hashlib.blake2b(raw, digest_size=16).hexdigest()
-        job = episode.jobs.get(key)
-        if job is None or job.failed or not (again or job.abandoned):
-            job = episode.jobs[key] = Job(self.loop.create_task(self._answered(episode, asked, messages)))
-            job.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
-        return job
+        reply = episode.jobs.get(key)
+        if reply is None or reply.failed or not (again or reply.abandoned):
+            reply = episode.jobs[key] = Reply(self.loop.create_task(self._answered(episode, asked, messages)))
+            reply.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
+        return reply
 
     async def _answered(self, episode: ProgramEpisode, asked: dict, messages: list) -> dict[str, Any]:
         """The whole answer, as a chat completion."""
@@ -183,26 +183,26 @@ class Endpoint:
 
     # ---- answers
 
-    async def _whole(self, request: web.Request, job: Job, dialect: Dialect, body: dict) -> web.StreamResponse:
-        answer = web.json_response(dialect.whole(await asyncio.shield(job.task), body))
+    async def _whole(self, request: web.Request, reply: Reply, dialect: Dialect, body: dict) -> web.StreamResponse:
+        answer = web.json_response(dialect.whole(await asyncio.shield(reply.task), body))
         await answer.prepare(request)
         await answer.write_eof()
-        job.delivered |= not gone(request)
+        reply.delivered |= not gone(request)
         return answer
 
-    async def _stream(self, request: web.Request, job: Job, dialect: Dialect, body: dict) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, reply: Reply, dialect: Dialect, body: dict) -> web.StreamResponse:
         """Until the answer is there, comments keep the connection. An error has its status while there is one to
         send."""
-        done, _ = await asyncio.wait([job.task], timeout=KEEP_ALIVE_S)
+        done, _ = await asyncio.wait([reply.task], timeout=KEEP_ALIVE_S)
         if done:
-            job.task.result()
+            reply.task.result()
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await answer.prepare(request)
         while not done:
             await answer.write(b": keep-alive\n\n")
-            done, _ = await asyncio.wait([job.task], timeout=KEEP_ALIVE_S)
+            done, _ = await asyncio.wait([reply.task], timeout=KEEP_ALIVE_S)
         try:
-            events = dialect.events(job.task.result(), body)
+            events = dialect.events(reply.task.result(), body)
         except Refused as error:
             events = [(None, dialect.error(error))]
         for name, event in events:
@@ -211,7 +211,7 @@ class Endpoint:
         if dialect is dialects.CHAT:
             await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
-        job.delivered |= not gone(request)
+        reply.delivered |= not gone(request)
         return answer
 
 

@@ -78,3 +78,13 @@ class EnvironmentProcesses:
 def shown(prompt: Prompt) -> dict[str, Any]:
     """What an environment sees of a problem."""
     return {name: value for name, value in asdict(prompt).items() if name != "token_ids"}
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """A problem as a program and its score see it."""
+    return {
+        **prompt.fields,
+        "index": prompt.index,
+        "question": prompt.question or prompt.text,
+        "answer": prompt.answer,
+    }

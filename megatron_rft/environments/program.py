@@ -22,12 +22,11 @@ from typing import Any
 
 from megatron_rft.config.environment import Program
 from megatron_rft.environments.base import Message
-from megatron_rft.environments.grading import row_of
 from megatron_rft.environments.messages import Spoken
 from megatron_rft.environments.player import turn_seed
-from megatron_rft.environments.process import EpisodeEnvironment, EpisodeFailed, shown
+from megatron_rft.environments.process import EpisodeEnvironment, EpisodeFailed, row_of, shown
 from megatron_rft.environments.template import Template, plain
-from megatron_rft.environments.turns import Tree, Turn
+from megatron_rft.environments.turns import PolicyTurn, Tree
 from megatron_rft.inference.engine import Request, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.utils.errors import DataError
@@ -55,7 +54,7 @@ class Ask:
     episode: "ProgramEpisode"
     messages: list[Message]
     tools: Any
-    parent: Turn | None
+    parent: PolicyTurn | None
     said: list[Message]
     between: tuple[int, ...]
     prompt: tuple[int, ...]
@@ -99,7 +98,7 @@ class ProgramEpisode:
         self.open: list[Ask] = []
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts
         self.turns = self.segments = self.numbers = 0
-        self.followed: set[Turn] = set()  # turns that a request has continued
+        self.followed: set[PolicyTurn] = set()  # turns that a request has continued
         self.conversation: list[Message] = []
         self.refused: str | None = None  # the limit that the program has reached
         self.process: subprocess.Popen | None = None
@@ -146,7 +145,7 @@ class ProgramEpisode:
             self.changed.notify_all()
         return asks
 
-    def _count(self, parent: Turn | None, n: int) -> None:
+    def _count(self, parent: PolicyTurn | None, n: int) -> None:
         options = self.world.options
         if self.closed:
             raise Refused(410, "the episode has ended", "episode_ended")
@@ -232,7 +231,7 @@ class ProgramEpisode:
             if ask not in self.open:  # the episode has ended
                 return
             assert ask.number is not None, "a turn that was not taken"
-            turn = Turn(ask.parent, ask.between, plain(ask.said) if ask.parent else "", sampled, ask.number)
+            turn = PolicyTurn(ask.parent, ask.between, plain(ask.said) if ask.parent else "", sampled, ask.number)
             self.tree.add(turn, ask.messages, message, ask.tools)
             self.conversation = [*ask.messages, message]
             self.open.remove(ask)
@@ -311,16 +310,11 @@ class ProgramEpisode:
 
     def _graded(self, status: int) -> Score | None:
         """In the thread of the grader's process."""
-        grader, about = self.grader, {"folder": str(self.folder / "work"), "status": status}
-        assert grader is not None, "an episode without a grader"
-        deadline = time.monotonic() + self.left
-        for call, arguments in (
-            ("reset", {"prompt": shown(self._problem), "seed": request_seed(self.request.seed, self.sample, "score")}),
-            ("step", {"text": json.dumps(about | {"conversation": self.conversation})}),
-            ("end", {}),
-        ):
-            grader.process.timeout_s = max(deadline - time.monotonic(), 0.01)
-            score = grader.ask(call, **arguments)
+        assert self.grader is not None, "an episode without a grader"
+        self.grader.process.timeout_s = max(self.left, 0.01)
+        seed, folder = request_seed(self.request.seed, self.sample, "score"), str(self.folder / "work")
+        about = {"prompt": shown(self._problem), "seed": seed, "folder": folder, "status": status}
+        score = self.grader.ask("grade", **about, conversation=self.conversation)
         return score and Score(**score)
 
     def _tail(self) -> str:

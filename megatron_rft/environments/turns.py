@@ -19,10 +19,10 @@ TEXTS = ("text", "input_text", "output_text")  # types of the parts of a message
 
 
 @dataclass(eq=False)
-class Turn:
+class PolicyTurn:
     """One turn of the policy. `number`: in the order of sampling."""
 
-    parent: "Turn | None"
+    parent: "PolicyTurn | None"
     between: tuple[int, ...]  # of a root: the whole prompt
     said: str  # the new messages
     sampled: Response
@@ -36,12 +36,12 @@ class Turn:
 
 @dataclass
 class Tree:
-    turns: list[Turn] = field(default_factory=list)
-    known: dict[str, Turn] = field(
+    turns: list[PolicyTurn] = field(default_factory=list)
+    known: dict[str, PolicyTurn] = field(
         default_factory=dict
     )  # the key of the messages with the turn's -> the last such turn
 
-    def place(self, messages: list[Message], tools: Any) -> tuple[Turn | None, list[Message]]:
+    def place(self, messages: list[Message], tools: Any) -> tuple[PolicyTurn | None, list[Message]]:
         """The turn that messages continue, or None, and the messages behind it. It wrote the last message of the
         assistant; an unknown one is an edited history."""
         found = keys(messages, tools)
@@ -51,7 +51,7 @@ class Tree:
                 return turn, messages[place:] if turn else messages
         return None, messages
 
-    def add(self, turn: Turn, messages: list[Message], answer: Message, tools: Any) -> None:
+    def add(self, turn: PolicyTurn, messages: list[Message], answer: Message, tools: Any) -> None:
         """Messages of the system at the end of a request may be gone from the next one: some programs tell their state
         there. The turn is then continued as well, and its tokens keep them."""
         self.turns.append(turn)
@@ -67,7 +67,7 @@ class Tree:
         segment of its own, whose prompt has the tokens before it: each sampled token is in one turn of one segment.
         `own`: the tokens of the problem's prompt."""
         turns = sorted(self.turns, key=lambda turn: turn.number)
-        ends: dict[Turn, list[Turn]] = {}  # the last turn of a segment so far -> its turns
+        ends: dict[PolicyTurn, list[PolicyTurn]] = {}  # the last turn of a segment so far -> its turns
         for turn in turns:
             ends[turn] = [*(ends.pop(turn.parent, []) if turn.parent else []), turn]
         segments = [_segment(each) for each in sorted(ends.values(), key=lambda each: each[-1].number)]
@@ -77,7 +77,7 @@ class Tree:
         return replace(last, segments=tuple(sorted(last.segments, key=lambda each: each.order[0])))
 
 
-def _segment(turns: list[Turn]) -> Response:
+def _segment(turns: list[PolicyTurn]) -> Response:
     first, last = turns[0], turns[-1]
     length = len(first.tokens) - len(first.sampled.token_ids)  # of the prompt
     logprobs, supports, spans, routes = [], [], [], None

@@ -3,19 +3,21 @@
     python -m megatron_rft.environments.worker SOCKET OPTIONS
 
 The arguments are a file descriptor and the recipe's section as JSON.
-Messages are {"call": "reset" | "step" | "end", "episode": number, ...}. After an error the episode is gone.
+Messages are {"call": "reset" | "step" | "end", "episode": number, ...}, or {"call": "grade", ...} for the score of a
+program's episode. After an error the episode is gone.
 utils/worker_process.py has the form of the answers.
 """
 
-import importlib
 import inspect
 import json
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rft.environments.base import Environment, Turn
+from megatron_rft.environments.process import row_of
 from megatron_rft.responses import Prompt, number
 from megatron_rft.rewards.user_reward import checked_score
 from megatron_rft.utils import user_code
@@ -23,21 +25,33 @@ from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.worker_process import failure, serve
 
 LONGEST = 1 << 20  # characters of an answer
-MADE_BY = {
-    "tools": "tools:ToolEnvironment",
-    "python": "tools:PythonEnvironment",
-    "program": "grading:ProgramScore",
-}
+MADE_BY = {"tools": "ToolEnvironment", "python": "PythonEnvironment"}
+GIVEN = ("row", "folder", "status", "conversation")  # to environment.score
 CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}
 
 
 def maker(kind: str, **options: Any) -> Callable[[], Environment]:
-    """A function that makes the environment of an episode. Raises ConfigError if its code is not there."""
+    """A function that makes the environment of an episode; of a program the one that grades it. Raises ConfigError if
+    its code is not there."""
     if kind == "own":
         return own_class(options["episode"])
-    module, _, name = MADE_BY[kind].partition(":")
-    made = getattr(importlib.import_module(f"megatron_rft.environments.{module}"), name)
+    if kind == "program":
+        return score_function(options["score"])
+    from megatron_rft.environments import tools
+
+    made = getattr(tools, MADE_BY[kind])
     return partial(made, **made.shared(**options))
+
+
+def score_function(named: str | None) -> Any:
+    if named is None:
+        return None
+    grade = user_code.load(named, "environment.score")
+    try:
+        inspect.signature(grade).bind(*GIVEN)
+    except TypeError:
+        raise ConfigError(f"environment.score: {named} must be a function ({', '.join(GIVEN)})") from None
+    return grade
 
 
 def own_class(named: str) -> type[Environment]:
@@ -98,6 +112,13 @@ class Host:
         score = environment.score()
         environment.close()
         return None if score is None else checked_score(score, environment.score)
+
+    def _grade(
+        self, episode: int, prompt: dict[str, Any], seed: int, folder: str, status: int, conversation: list[Any]
+    ) -> dict[str, Any] | None:
+        user_code.seed_generators(f"{seed}/0")
+        score = self.make(row_of(Prompt(token_ids=(), **prompt)), Path(folder), status, conversation)
+        return None if score is None else checked_score(score, self.make)
 
     def _seed(self, episode: int) -> None:
         """Seed the global generators from (episode's seed, call), since the order of episodes depends on timing."""

@@ -21,7 +21,7 @@ GRACE_S = 1.0  # an async function's own limit comes first
 
 
 @dataclass(eq=False)
-class Task:
+class Ungraded:
     """A response to grade. Those of a unit are responses to one problem."""
 
     unit: int
@@ -37,9 +37,9 @@ class RewardProcess(WorkerProcess):
     def __init__(self, options: dict[str, Any]):
         super().__init__("megatron_rft.rewards.worker", options, options["timeout_s"], None, "reward", LIMIT)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="user_reward")
-        self.waiting: deque[Task] = deque()
+        self.waiting: deque[Ungraded] = deque()
 
-    def add(self, tasks: list[Task]) -> None:
+    def add(self, tasks: list[Ungraded]) -> None:
         self.waiting.extend(tasks)
         self.thread.submit(self._grade)
 
@@ -54,7 +54,7 @@ class RewardProcess(WorkerProcess):
                 if not task.score.done():
                     task.score.set_exception(error)
 
-    def _ask(self, tasks: list[Task]) -> list[list[Task]]:
+    def _ask(self, tasks: list[Ungraded]) -> list[list[Ungraded]]:
         """Grade tasks. Returns what to ask again, in parts, because there was no answer."""
         left = dict(enumerate(tasks))
         try:
@@ -68,7 +68,7 @@ class RewardProcess(WorkerProcess):
         except CallFailed as error:
             return self._again([*left.values()], error)
 
-    def _again(self, left: list[Task], error: CallFailed) -> list[list[Task]]:
+    def _again(self, left: list[Ungraded], error: CallFailed) -> list[list[Ungraded]]:
         """A function was busy with the first task, or all of its unit; an async one with any. What lost a process is
         asked once more, alone; what loses another one, or is late, has an error."""
         takes_lists, waits = self.about
@@ -112,12 +112,12 @@ class UserReward(Reward):
         self.members[0].running()
 
     def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
-        tasks: list[Task] = []
+        tasks: list[Ungraded] = []
         pairs = zip(prompts, texts, strict=True)
         for _, unit in groupby(pairs, key=lambda pair: pair[0].index):
             number, responses = next(self.units), list(unit)
             prompt = replace(responses[0][0], token_ids=())
-            tasks += [Task(number, prompt, text) for _, text in responses]
+            tasks += [Ungraded(number, prompt, text) for _, text in responses]
         for place, member in enumerate(self.members):
             if share := [task for task in tasks if task.unit % len(self.members) == place]:
                 member.add(share)

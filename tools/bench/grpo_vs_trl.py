@@ -201,7 +201,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> Path:
     shape = {"intermediate_size": 4 * hidden, "num_hidden_layers": layers}
     arithmetic.write_model_folder(folder, hidden_size=hidden, **shape)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(arithmetic.qwen3_config(hidden, **shape)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(arithmetic.qwen3_config(hidden_size=hidden, **shape)).save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_rft.environments.turns import Tree, Turn, plain
+from megatron_rft.environments.turns import PolicyTurn, Tree, plain
 from megatron_rft.responses import Response
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -26,12 +26,12 @@ class Made:
     def __init__(self):
         self.tree, self.next = Tree(), 100
 
-    def ask(self, messages: list[dict], answer: dict, tools=None) -> Turn:
+    def ask(self, messages: list[dict], answer: dict, tools=None) -> PolicyTurn:
         messages = [plain(message) for message in messages]
         parent, new = self.tree.place(messages, tools)
         sampled = Response((self.next, self.next + 1), (-0.1 * self.next, -0.2), "stop", len(self.tree.turns))
         self.next += 2
-        turn = Turn(
+        turn = PolicyTurn(
             parent,
             tuple(range(1, len(new) + 1)),
             "/".join(m["content"] for m in new) if parent else "",
