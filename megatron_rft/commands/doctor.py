@@ -9,15 +9,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from megatron_rft.config.vllm import installed
-from megatron_rft.plan.vllm import unusable
+from megatron_rft.plan.vllm import choose, unusable
 from megatron_rft.utils.device import (
     GPU_ENVIRONMENT,
     TRANSFORMER_ENGINE_INSTALL,
-    has_cuda_device,
     has_fused_attention,
 )
-from megatron_rft.utils.errors import FINISHED, USER_ERROR
+from megatron_rft.utils.errors import FINISHED, USER_ERROR, ConfigError
 
 TRAINING = ("torch", "megatron-core", "psutil", "transformers", "huggingface_hub", "safetensors", "numpy")
 REQUIRED = (*TRAINING, "pyarrow", "pydantic", "PyYAML", "mpmath", "networkx", "cloudpickle", "matplotlib", "jinja2")
@@ -46,17 +44,6 @@ def package_of(module: str | None) -> str | None:
     top = (module or "").split(".")[0]
     modules = {"megatron-core": "megatron", "PyYAML": "yaml"}
     return next((name for name in REQUIRED if modules.get(name, name) == top), None)
-
-
-def apex() -> str:
-    """Return whether apex is NVIDIA's, or the unrelated package of that name on the public index."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return "not installed (optional)"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
-        return "NVIDIA's: megatron-core uses its kernels"
-    return "an unrelated package of that name, without effect: pip uninstall apex"
 
 
 def devices() -> tuple[str, bool]:
@@ -117,20 +104,6 @@ def cudnn() -> str:
     return "one"
 
 
-def slurm_problem() -> str | None:
-    """Return the problem that keeps `launch/*.sh` from working, or None."""
-    if shutil.which("sbatch") is None:
-        return "no sbatch here: submit jobs from a login node of the cluster; on this machine use --nproc"
-    try:
-        asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
-        reason = asked.stderr.strip().partition("\n")[0] if asked.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error
-    if reason is None:
-        return None
-    return f"installed, but no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
-
-
 def checks(cuda: bool) -> dict[str, str]:
     """Return for each optional package whether it is usable, or the problem and the fix; and the container of
     programs that reward.kind=code runs."""
@@ -141,9 +114,7 @@ def checks(cuda: bool) -> dict[str, str]:
         "CUDA": cuda_problem() or usable,
         "Transformer Engine": transformer_engine_problem(cuda) or usable,
         "vLLM": unusable() or usable,
-        "Slurm": slurm_problem() or usable,
         **({"cuDNN": cudnn()} if cuda else {}),
-        "apex": apex(),
         "sandbox": container(),
     }
 
@@ -155,29 +126,21 @@ def used(cuda: bool, with_te: bool) -> dict[str, str]:
         "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
         "norms": "Transformer Engine, fused" if with_te else "torch",
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
-        "Adam": adam(cuda, with_te),
+        "Adam": "Transformer Engine's FusedAdam"
+        if with_te
+        else "NVIDIA's apex's if it is installed, else this package's",
         "gradient sums": "fused with the matrix products" if cuda and with_te else "not fused with the matrix products",
         "delta nets": "flash-linear-attention" if cuda and found("fla") else DELTA_NETS_IN_TORCH,
         "sampling": sampling(),
     }
 
 
-def adam(cuda: bool, with_te: bool) -> str:
-    """Return which FusedAdam megatron-core finds: it looks for Transformer Engine's, then for apex's."""
-    if with_te:
-        return "Transformer Engine's FusedAdam"
-    if cuda and apex().startswith("NVIDIA"):
-        return "apex's FusedAdam"
-    return "this package's, on torch's foreach kernels"
-
-
 def sampling() -> str:
     """Return the engine that rollout.engine=auto selects on this machine."""
-    problem = unusable()
-    if problem is None:
-        return " ".join(installed())
-    reason = problem.partition(": ")[0]
-    return f"none: set rollout.engine=hf ({reason})" if has_cuda_device() else f"the hf engine ({reason})"
+    try:
+        return str(choose("auto"))
+    except ConfigError as error:
+        return f"none: {error}"
 
 
 def missing() -> list[str]:

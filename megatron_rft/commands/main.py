@@ -20,7 +20,7 @@ from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
 from megatron_rft.utils.errors import USER_ERROR, exit_status
 
-# Warnings of torch and megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
+# Warnings of torch and megatron-core on every rank about which users can do nothing.
 NOISE = (
     ".*Apex (is|are) not installed",
     "full scope is deprecated",

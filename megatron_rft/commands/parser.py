@@ -26,20 +26,13 @@ def parser() -> argparse.ArgumentParser:
     serve = add("serve", help="start vLLM servers on this node for a run on other nodes")
     _add_recipe(serve)
     serve.set_defaults(fixed=["rollout.placement=server", "rollout.servers=[]"])
-    serve.add_argument(
-        "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
-    )
+    serve.add_argument("--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs and URLs")
     serve.add_argument("--host", metavar="NAME", help="at which the run reaches this node (default: the node's name)")
 
     plan = add("plan", help="check a recipe and print batch, layout and memory: train --dry-run")
     _add_recipe(plan)
     plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="number of ranks (default: 1)")
-    plan.add_argument(
-        "--gpu-gib",
-        type=_size,
-        metavar="GIB",
-        help="memory of one GPU: whether the run fits, and what would help",
-    )
+    plan.add_argument("--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU, which the run must fit")
     plan.add_argument("--search", action="store_true", help="with --gpu-gib: rank other layouts that fit by speed")
     plan.add_argument("--device", default="h100", help="with --search: a100, h100, h20, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
@@ -49,19 +42,14 @@ def parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--gpus", "--nproc", type=_count, default=8, metavar="N", help="ranks (default: 8)")
     rehearse.add_argument("--device", default="h100", help="a100, h100, h20, h200 or b200 (default: h100)")
     rehearse.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    rehearse.add_argument(
-        "--fraction", type=float, default=0.5, help="mean response length as a share of the maximum (default: 0.5)"
-    )
+    rehearse.add_argument("--fraction", type=float, default=0.5, help="mean of responses / the longest (default: 0.5)")
     rehearse.add_argument("--micro-batches", type=_count, metavar="N", help="micro-batches per rank (default: few)")
     rehearse.add_argument("--training-only", action="store_true", help="only loading and updates: a third of the time")
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
     evaluate = add("evaluate", help="evaluate a model on a recipe's problems")
     _add_recipe(evaluate)
-    evaluate.add_argument(
-        "--model",
-        help="Hugging Face folder or hub name, Megatron checkpoint, or RUN for its newest (default: the run's export)",
-    )
+    evaluate.add_argument("--model", help="as the source of convert (default: the run's export)")
     evaluate.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
 
@@ -69,12 +57,7 @@ def parser() -> argparse.ArgumentParser:
     environment.add_argument("action", choices=("check",))
     _add_recipe(environment)
     environment.add_argument("--episodes", type=_count, default=16, metavar="N", help="default: 16")
-    environment.add_argument(
-        "--turns",
-        type=Path,
-        metavar="FILE",
-        help="the policy's texts, a JSON list on each line (default: random)",
-    )
+    environment.add_argument("--turns", type=Path, metavar="FILE", help="JSON lists of the policy's texts, one a line")
 
     diagnose = add("diagnose", help="say whether engine and trainer differ by rounding or by a bug, and whose")
     _add_recipe(diagnose)
