@@ -1,232 +1,110 @@
-"""The checks of gpu_checks.sh: each part returns rows of (what, found, bound or floor), or the reason why it cannot
-run.
+"""The checks of gpu_kit.py that need no engine: each yields rows of (what, found, bound or floor).
 
-A part that needs something which is not here is named with the reason; a part that raises is a failure. The reference
-for parity is computed on the CPU in fp32 by a process of its own, from which the GPU is hidden.
+    python tools/gpu_checks.py NAME         prints the rows of one check as a table; 77: something it needs is not here
+
+What compares with the CPU computes there in fp32, in a process of its own from which the GPU is hidden.
 """
 
-import argparse
-import functools
-import gc
-import importlib.metadata
-import json
+import dataclasses
+import importlib.util
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent / "bench"))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "bench")]
 
 import torch  # noqa: E402
-from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, wait, without_rank  # noqa: E402
-from gpu_checks_rollout import DECODING, EXPERTS, TRANSPORT, VLLM  # noqa: E402
+from gpu_predictions import CASES, LOGPROBS, MICRO_BATCH, QWEN3_8B, SMALL, Case, depth, figures, memory  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from setups import actor_like, hf_model, qwen3  # noqa: E402
+from setups import ADAMW, qwen3  # noqa: E402
+from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig  # noqa: E402
 
+from megatron_rft.config import Batching, Megatron  # noqa: E402
 from megatron_rft.config.algorithms.offline import SFT as Options  # noqa: E402
-from megatron_rft.megatron import parallel, spec  # noqa: E402
+from megatron_rft.conversion import hf_shapes  # noqa: E402
+from megatron_rft.inference import weight_sync  # noqa: E402
+from megatron_rft.inference.engine import checksum  # noqa: E402
+from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
+from megatron_rft.inference.process import EngineProcess  # noqa: E402
+from megatron_rft.megatron import parallel, spec, weights  # noqa: E402
+from megatron_rft.megatron.actor import Actor  # noqa: E402
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.sft import SFT  # noqa: E402
+from megatron_rft.plan.devices import DEVICES, GIB  # noqa: E402
+from megatron_rft.plan.model_shape import ModelShape  # noqa: E402
 from megatron_rft.records import Batch  # noqa: E402
 
-# Dense bf16 TFLOP/s without sparsity, from the makers' data sheets.
-DATA_SHEET = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "B200": 2250, "GH200": 989}
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+CHIP = next((c for c in reversed(DEVICES.values()) if GPU and c.name in torch.cuda.get_device_name()), None)
+MISSING = 77  # exit status
+Row = tuple[str, str, str]  # what, found, beside what
 
 
-# ---- a small model, the same everywhere
+class NotRun(Exception):
+    """This check cannot run here; the message says what is missing."""
 
 
-def sequences(vocab: int, count: int, longest: int) -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(longest // 2, longest, (count,), generator=generator).tolist()
-    texts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
-    return Batch.of([ids[:4] for ids in texts], [ids[4:] for ids in texts])
+def need(module: str, capability: tuple[int, int] = (0, 0)) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise NotRun(f"{module} is not installed")
+    if capability > (torch.cuda.get_device_capability() if GPU else (0, 0)):
+        raise NotRun(f"no CUDA device of capability {capability[0]}.{capability[1]}")
 
 
-def gradients(precision: str) -> dict[str, torch.Tensor]:
-    """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
-    model = hf_model(qwen3("1m", initializer_range=0.1), "fp32")
-    actor = actor_like(model, precision, micro_batch_tokens=4096)
-    batch = sequences(512, 16, 128)
-    loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
-    main_grads = [p.main_grad.clone() for m in actor.models for p in m.parameters()]
-    with actor.use_weights(main_grads):
-        found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
-    return {**found, "loss": torch.tensor([loss])}
+def bound(value: float, limit: float, what: str) -> Row:
+    """Return a row that fails if the value is above its limit, or is not a number."""
+    if not value <= limit:
+        raise AssertionError(f"{what}: {value:.3g}, allowed {limit:.3g}")
+    return what, f"{value:.2e}", f"<= {limit:.0e}"
 
 
-@functools.cache
-def cpu_reference() -> dict[str, torch.Tensor]:
-    """Return `gradients("fp32")` from a separate single process that sees no GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/reference.safetensors"
-        run = subprocess.run(
-            [sys.executable, __file__, "--write-reference", path],
-            env={**without_rank(), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        if run.returncode:
-            raise RuntimeError(f"the CPU reference failed: {run.stderr[-2000:]}")
-        return load_file(path)
+def clock() -> float:
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def distance(found: dict, expected: dict) -> tuple[float, float]:
-    """Return (relative loss difference, largest relative gradient difference of a tensor)."""
-    loss = ((found["loss"] - expected["loss"]).abs() / expected["loss"]).item()
-    names = expected.keys() - {"loss"}
-    return loss, max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
+def seconds(function: Callable[[], object], repeats: int = 3) -> float:
+    """Return the time of the fastest of some runs, after a warm-up run."""
+    times = []
+    for _ in range(repeats + 1):
+        begin = clock()
+        function()
+        times.append(clock() - begin)
+    return min(times[1:])
 
 
-@contextmanager
-def torch_layers() -> Iterator[None]:
-    """Build models of torch's layers even where Transformer Engine is installed."""
-    with mock.patch.object(spec, "has_transformer_engine", lambda: False):
-        yield
-
-
-# ---- the parts
-
-
-def versions() -> Iterator[Row]:
-    yield "python", platform.python_version(), ""
-    for name in (
-        "torch",
-        "megatron-core",
-        "transformer-engine",
-        "flash-attn",
-        "apex",
-        "transformers",
-        "triton",
-        "vllm",
-    ):
-        try:
-            yield name, importlib.metadata.version(name), ""
-        except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed", ""
+def peak_of(function: Callable[[], object]) -> float:
+    """Return the allocator's peak in bytes, NaN without a GPU."""
     if not GPU:
-        yield "device", "no CUDA device", ""
-        return
-    yield "device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}", ""
-    yield "memory", f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB", ""
-    yield "CUDA, NCCL", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated()
 
 
-PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 4e-1)}  # loss, gradient (worst tensor)
-
-
-def parity(precision: str, layers: str) -> Iterator[Row]:
-    if layers == "transformer_engine":
-        need_gpu((8, 9) if precision == "fp8" else (0, 0))
-        need("transformer_engine")
-        found = gradients(precision)
-    else:
-        with torch_layers():
-            found = gradients(precision)
-    loss, gradient = distance(found, cpu_reference())
-    yield bound(loss, PARITY[precision][0], "loss, relative to the CPU's in fp32")
-    yield bound(gradient, PARITY[precision][1], "gradient, worst tensor, relative")
-
-
-def training(precision: str) -> Iterator[Row]:
-    """Make twenty steps on one batch: the loss must fall, and every step must be applied."""
-    if precision == "fp8":
-        need_gpu((8, 9))
-        need("transformer_engine")
-    actor = actor_like(hf_model(qwen3("1m"), "fp32"), precision, micro_batch_tokens=2048)
-    batch = sequences(512, 16, 128)
-    metrics = [actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=2e-3) for _ in range(20)]
-    losses, skipped = [m["loss"] for m in metrics], sum(m["skipped"] for m in metrics)
-    yield bound(skipped, 0, "steps refused")
-    yield bound(losses[-1] / losses[0], 0.9, f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, ratio")
-
-
-def logprob_accuracy() -> Iterator[Row]:
-    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 6e-2)):
-        generator = torch.Generator().manual_seed(0)
-        hidden, weight = (torch.randn(n, 256, generator=generator).to(dtype) for n in (512, 20000))
-        hidden, weight = hidden * 0.25, weight * 0.25
-        targets = torch.randint(0, 20000, (512,), generator=generator)
-        full = (hidden.double() @ weight.double().t()).log_softmax(-1)
-        true = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
-        found = logprobs_and_entropy(
-            *(t.to(DEVICE) for t in (hidden, weight, targets)), vocab_size=20000, block_bytes=4 << 20
-        )
-        for name, ours, exact in zip(("log-prob", "entropy"), found, true, strict=True):
-            yield bound((ours.cpu().double() - exact).abs().max().item(), limit, f"{name}, {dtype}, largest difference")
-
-
-def matmul_rate(size: int = 8192 if GPU else 1024) -> float:
-    """Return FLOP/s of one large bf16 (on the CPU: fp32) product, the practical peak from which floors are computed."""
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16 if GPU else torch.float32) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: a @ b)
-
-
-def logprob_speed() -> Iterator[Row]:
-    tokens, vocab, hidden_size = (8192, 151936, 4096) if GPU else (512, 32768, 256)
-    dtype, rate = torch.bfloat16 if GPU else torch.float32, matmul_rate()
-    hidden = torch.randn(tokens, hidden_size, device=DEVICE).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab, hidden_size, device=DEVICE) * 0.02).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
-    product = 2 * tokens * vocab * hidden_size
-    gradients_bytes = (tokens + vocab) * hidden_size * dtype.itemsize
-    yield "shape", f"T={tokens} V={vocab} H={hidden_size} {dtype}", f"matrix products at {rate / 1e12:.1f} TFLOP/s"
-    for block in (16, 32, 64, 128, 256, 512, 1024) if GPU else (4, 16, 64):
-        for with_entropy in (False, True):
-
-            def forward(block: int = block, with_entropy: bool = with_entropy):
-                options = {"vocab_size": vocab, "with_entropy": with_entropy, "block_bytes": block << 20}
-                return logprobs_and_entropy(hidden, weight, targets, **options)[0]
-
-            def both(forward: Callable = forward):
-                hidden.grad = weight.grad = None
-                forward().sum().backward()
-
-            with torch.no_grad():
-                alone = seconds(forward, 3)
-            whole, name = seconds(both, 3), f"block {block} MiB{', entropy' if with_entropy else ''}"
-            yield f"{name}: forward", f"{alone * 1e3:.1f} ms", f"floor {product / rate * 1e3:.1f} ms (one product)"
-            floor = 4 * product / rate * 1e3
-            yield f"{name}: forward + backward", f"{whole * 1e3:.1f} ms", f"floor {floor:.1f} ms (four products)"
-            if GPU:
-                hidden.grad = weight.grad = None
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                both()
-                peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-                yield f"{name}: peak memory", f"{peak:.0f} MiB", f"floor {gradients_bytes / 2**20:.0f} MiB (gradients)"
-
-
-def logprob_memory() -> Iterator[Row]:
-    setting = (
-        ["--hidden", "1024", "--dtype", "bf16"] if GPU else ["--tokens", "1024", "--vocab", "32768", "--hidden", "128"]
-    )
-    command = [sys.executable, str(Path(__file__).parent / "bench" / "logprob_memory.py"), "--json", *setting]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    for side in ("materialised", "fused"):
-        yield side, f"{result[side]['bytes'] / 2**20:.0f} MiB", f"{result[side]['seconds'] * 1e3:.0f} ms"
-    yield "ratio", f"{result['ratio']:.1f}x", ">= 10x is the goal at T=4096, V=151936"
-
-
-def model_flops(config, lengths: list[int]) -> float:
-    """Return the FLOPs of forward and backward: 6 per weight and token of a matrix product, and causal attention."""
-    c, tokens = config, sum(lengths)
-    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-    weights = c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
-    scores = sum(n * n for n in lengths) * c.num_hidden_layers * c.num_attention_heads * c.head_dim
-    return 6 * weights * tokens + 6 * scores  # scores: QK' and PV, half of each for causality
+# ---- what the device can do
 
 
 def ceilings() -> Iterator[Row]:
-    """Yield the rates of a matrix product and of copies: on the device, to and from pinned host memory."""
-    yield "matrix product", f"{matmul_rate() / 1e12:.2f} TFLOP/s", "bf16" if GPU else "fp32"
+    """Yield versions, and the rates of a matrix product and of copies: on the device, to and from pinned memory."""
+    yield "python", platform.python_version(), ""
+    if GPU:
+        about = torch.cuda.get_device_properties(0)
+        yield "device", about.name, f"{about.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+    size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
+    yield "matrix product", f"{2 * size**3 / seconds(lambda: a @ b, 5) / 1e12:.2f} TFLOP/s", str(dtype)
     size = (4 << 30) if GPU else (64 << 20)
     there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
@@ -240,150 +118,301 @@ def ceilings() -> Iterator[Row]:
         yield f"copy {name}", f"{rate / 1e9:.1f} GB/s", "bytes read and written" if passes == 2 else "pinned memory"
 
 
-def kernels() -> Iterator[Row]:
-    """Yield what a step of a 600m model (without a GPU: 3m) spends its time on, the twelve largest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    size, count, length = ("600m", 16, 2048) if GPU else ("3m", 8, 256)
-    config = qwen3(size)
-    actor = actor_like(hf_model(config, "bf16"), "bf16" if GPU else "fp32", micro_batch_tokens=8192)
-    ids = torch.randint(0, config.vocab_size, (count, length + 1), generator=torch.Generator().manual_seed(0))
-    batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
-    for _ in range(2):  # the second one has been warmed up
-        with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as trace:
-            actor.step(batch, SFT(Options()).loss, counts(batch))
-            wait()
-    events = [(e.self_device_time_total if GPU else e.self_cpu_time_total, e) for e in trace.key_averages()]
-    whole = sum(time for time, _ in events)
-    for taken, event in sorted(events, key=lambda pair: -pair[0])[:12]:
-        name = event.key.replace("|", " ")[:90]
-        yield name, f"{taken / 1e3:.1f} ms", f"{event.count} calls, {taken / whole:.1%}"
+# ---- log-probs
 
 
-def throughput(precision: str, size: str = "600m", layers: str = "transformer_engine") -> Iterator[Row]:
-    if precision == "fp8":
-        need_gpu((8, 9))
-        need("transformer_engine")
-    if layers == "torch":
-        with torch_layers():
-            yield from _throughput(precision, size)
-    else:
-        yield from _throughput(precision, size)
+def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tensor, ...]:
+    tokens, vocabulary, _ = LOGPROBS if GPU else (256, 8192, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    make = partial(torch.randn, generator=generator, device=DEVICE)
+    hidden, weight = make(tokens, hidden_size).to(dtype) * 0.25, make(vocabulary, hidden_size).to(dtype) * 0.25
+    return hidden, weight, torch.randint(0, vocabulary, (tokens,), generator=generator, device=DEVICE)
 
 
-def _throughput(precision: str, size: str) -> Iterator[Row]:
-    size, count, length = (size, 16, 2048) if GPU else ("3m", 8, 256)
-    config = qwen3(size)
-    actor = actor_like(hf_model(config, precision), precision, micro_batch_tokens=8192)
-    ids = torch.randint(0, config.vocab_size, (count, length + 1), generator=torch.Generator().manual_seed(0))
-    batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
-    step = seconds(lambda: actor.step(batch, SFT(Options()).loss, counts(batch)), 5)
-    rate = model_flops(config, [length] * count) / step
-    yield "model", f"Qwen3-shaped {size}, {count} x {length} tokens, {precision}", "AdamW step included"
-    yield "tokens per second", f"{count * length / step:,.0f}", f"{step * 1e3:.0f} ms a step"
-    yield "of the measured matrix-product rate", f"{rate / matmul_rate():.1%}", f"{rate / 1e12:.2f} TFLOP/s"
-    name = torch.cuda.get_device_name() if GPU else ""
-    peak = next((peak for key, peak in DATA_SHEET.items() if key in name), None)
-    if peak:
-        yield "MFU", f"{rate / (peak * 1e12):.1%}", f"data sheet: {peak} TFLOP/s dense bf16"
-    if GPU:
-        yield "peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
+def logprobs_in_float64() -> Iterator[Row]:
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 6e-2)):
+        hidden, weight, targets = logprob_arguments(dtype, 256)
+        found = logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight))
+        worst, wide = [0.0, 0.0], weight.double().t()
+        for part in torch.arange(len(hidden), device=DEVICE).split(512):
+            full = (hidden[part].double() @ wide).log_softmax(-1)
+            true = full.gather(1, targets[part, None])[:, 0], -(full.exp() * full).sum(-1)
+            differences = [(f[part] - t).abs().max().item() for f, t in zip(found, true, strict=True)]
+            worst = [max(pair) for pair in zip(worst, differences, strict=True)]
+        for name, value in zip(("log-prob", "entropy"), worst, strict=True):
+            yield bound(value, limit, f"{name}, {dtype}, T={len(hidden)} V={len(weight)}, largest difference")
 
 
-def with_transformer_engine(precision: str, size: str) -> Iterator[Row]:
-    need_gpu((8, 9) if precision == "fp8" else (0, 0))
-    need("transformer_engine")
-    yield from throughput(precision, size)
+def logprob_speed() -> Iterator[Row]:
+    dtype = torch.bfloat16 if GPU else torch.float32
+    hidden, weight, targets = logprob_arguments(dtype, LOGPROBS[2] if GPU else 64)
+    hidden.requires_grad_(), weight.requires_grad_()
+    floor = seconds(lambda: hidden.detach() @ weight.detach().t())
+    logits = len(hidden) * len(weight) * dtype.itemsize
+    for block in (16, 64, 256, 1024) if GPU else (4, 16):
+
+        def both(block: int = block) -> None:
+            hidden.grad = weight.grad = None
+            logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight), block_bytes=block << 20)[
+                0
+            ].sum().backward()
+
+        with torch.no_grad():
+            options = {"vocab_size": len(weight), "block_bytes": block << 20}
+            alone = seconds(lambda options=options: logprobs_and_entropy(hidden, weight, targets, **options))
+        whole, before = seconds(both), torch.cuda.memory_allocated() - hidden.nbytes - weight.nbytes if GPU else 0
+        yield f"block {block} MiB: forward", f"{alone * 1e3:.1f} ms", f"one product takes {floor * 1e3:.1f} ms"
+        yield f"block {block} MiB: forward + backward", f"{whole * 1e3:.1f} ms", f"four: {4 * floor * 1e3:.1f} ms"
+        yield f"block {block} MiB: peak memory", mib(peak_of(both) - before), f"logits alone {mib(logits)}"
 
 
-BF16 = "bf16" if GPU else "fp32"
-# In the order in which the first person with a GPU should see them.
+def mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+# ---- losses and gradients against the CPU
+
+PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 4e-1)}  # loss, gradient (worst tensor)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+
+
+def config_of(kind: str) -> PretrainedConfig:
+    dense = qwen3("1m", initializer_range=0.1)
+    if kind in ("dense", "shared prompts"):
+        return dense
+    sizes = {
+        name: getattr(dense, name) for name in ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id")
+    }
+    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.1}
+    if kind == "mixture":
+        return Qwen3MoeConfig(**sizes, **EXPERTS)
+    return GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, sliding_window=32)
+
+
+def sequences(shared: bool) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(64, 128, (16,), generator=generator).tolist()
+    texts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in lengths]
+    return Batch.of([texts[i // 4 * 4 if shared else i][:32] for i in range(16)], [ids[32:] for ids in texts])
+
+
+def make_actor(config: PretrainedConfig, precision: str, tokens: int, lookup: Callable[[str], torch.Tensor]) -> Actor:
+    if not torch.distributed.is_initialized():
+        parallel.initialize(Megatron())
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
+        os.environ.pop(f"NVTE_{kernel}_ATTN", None)
+    optimizer = ADAMW | {"use_distributed_optimizer": True}
+    actor = Actor(config, Megatron(), Batching(micro_batch_tokens=tokens), precision, optimizer=optimizer)
+    actor.load(lookup)
+    return actor
+
+
+def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
+    """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
+    config, batch = config_of(kind), sequences(kind == "shared prompts")
+    actor = make_actor(config, precision, 4096, weights.random_tensors(config, 0))
+    loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
+    with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
+        found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
+    return {**found, "loss": torch.tensor([loss])}
+
+
+def cpu_reference(kind: str) -> dict[str, torch.Tensor]:
+    """Return `gradients(kind, "fp32")` from a process that sees no GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/reference.safetensors"
+        command = [sys.executable, __file__, "reference", kind, path]
+        run = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"the CPU reference failed: {run.stderr[-2000:]}")
+        return load_file(path)
+
+
+def distance(found: dict, expected: dict) -> tuple[float, float]:
+    """Return (relative loss difference, largest relative gradient difference of a tensor)."""
+    loss = ((found["loss"] - expected["loss"]).abs() / expected["loss"]).item()
+    names = [name for name in expected if name != "loss" and expected[name].any()]
+    return loss, max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
+
+
+def torch_layers(layers: str):
+    """A context in which models have torch's layers even where Transformer Engine is installed."""
+    return mock.patch.object(spec, "has_transformer_engine", lambda: False) if layers == "torch" else nullcontext()
+
+
+def parity(layers: str, kinds: tuple[str, ...], *precisions: str) -> Iterator[Row]:
+    """Compare with the CPU in fp32, and FP8 with bf16. Of a mixture in less than fp32 only the loss is bounded: where
+    rounding sends a token to another expert, gradients differ."""
+    if layers != "torch":
+        need("transformer_engine", (8, 9) if "fp8" in precisions else (0, 0))
+    for kind in kinds:
+        found = {"the CPU in fp32": cpu_reference(kind)}
+        for precision in precisions:
+            with torch_layers(layers):
+                found[precision] = gradients(kind, precision)
+        pairs = [(precision, "the CPU in fp32") for precision in precisions]
+        for precision, other in pairs + [("fp8", "bf16")] * ("fp8" in precisions):
+            loss, gradient = distance(found[precision], found[other])
+            name = f"{kind}, {precision} against {other}"
+            yield bound(loss, PARITY[precision][0], f"{name}: loss")
+            routed = precision != "fp32" and kind in ("mixture", "gpt-oss")
+            yield bound(gradient, float("inf") if routed else PARITY[precision][1], f"{name}: worst gradient")
+
+
+# ---- speed and memory of an 8B model's layers
+
+MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, **EXPERTS}
+MIXTURE |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+def slice_actor(config: dict, precision: str) -> Actor:
+    config = (Qwen3MoeConfig if "num_experts" in config else Qwen3Config)(**config)
+    generator, shapes = torch.Generator(DEVICE).manual_seed(0), hf_shapes(config)
+
+    def lookup(name: str) -> torch.Tensor:
+        tensor = torch.randn(shapes[name], generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        return tensor * 0.02 if tensor.dim() > 1 else torch.ones_like(tensor)
+
+    return make_actor(config, precision, MICRO_BATCH if GPU else MICRO_BATCH // 32, lookup)
+
+
+def case_batch(case: Case, vocabulary: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = lambda *size: torch.randint(1, vocabulary, size, generator=generator).tolist()  # noqa: E731
+    count = case.groups * 8
+    prompts = ids(case.groups, case.prompt)
+    return Batch.of([prompts[i // 8] for i in range(count)], ids(count, case.response))
+
+
+def speed(layers: str, precision: str, cases: list[Case], model: dict, fewer: int = 0) -> Iterator[Row]:
+    """Yield tokens/s, MFU by the data sheet and peak memory of forward and backward passes, and the optimizer's time.
+    `fewer`: layers than fit by `plan`. Without a GPU everything is small."""
+    if layers != "torch":
+        need("transformer_engine", (8, 9) if precision == "fp8" else (0, 0))
+    if not GPU:
+        model, precision = model | SMALL, "fp32"
+        cases = [dataclasses.replace(c, prompt=c.prompt // 32, response=c.response // 32) for c in cases]
+    size = torch.cuda.get_device_properties(0).total_memory if GPU else 0
+    chip = CHIP or dataclasses.replace(DEVICES["h100"], flops=float("nan"), memory=size)
+    model = {"num_hidden_layers": max(2, depth(chip.usable) - fewer) if GPU else 2} | model
+    s = ModelShape(model)
+    with torch_layers(layers):
+        actor = slice_actor(model, precision)
+    yield "layers", str(s.layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
+    for case in cases:
+        batch = case_batch(case, s.vocabulary)
+        actor.layout = dataclasses.replace(actor.layout, share_prompts=case.shared)
+        actor.config.recompute_granularity = "full" if case.recompute else None
+        actor.config.recompute_method, actor.config.recompute_num_layers = "uniform", 1
+        work = partial(actor.backward, batch, SFT(Options()).loss, counts(batch))
+        taken, plan = seconds(work, 2), memory(case, s).phases["training"] / GIB
+        for what, text in figures(case, s, chip, taken, peak_of(work)).items():
+            yield what, text, f"plan {plan:.1f} GiB" if "memory" in what else f"{taken * 1e3:.0f} ms"
+    times = []
+    for _ in range(3):
+        computed, begin = work(), clock()
+        actor.apply(computed, learning_rate=1e-6)
+        times.append(clock() - begin)
+    yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
+
+
+def offload() -> Iterator[Row]:
+    """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
+    actor = slice_actor(QWEN3_8B | {"num_hidden_layers": 4} | ({} if GPU else SMALL), "bf16")
+    case = CASES[0] if GPU else dataclasses.replace(CASES[0], prompt=32, response=4)
+    batch = case_batch(case, actor.hf_config.vocab_size)
+    step = partial(actor.step, batch, SFT(Options()).loss, counts(batch), learning_rate=1e-6)
+    step()
+    state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
+    for number in ("first", "second"):
+        held, begin = torch.cuda.memory_allocated() if GPU else 0, clock()
+        state.offload()
+        taken, moved = clock() - begin, sum(size for _, size, copy in state.away if copy is not None)
+        freed = held - torch.cuda.memory_allocated() if GPU else sum(size for _, size, _ in state.away)
+        yield f"to the host, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken / 1e9:.1f} GB/s"
+        begin = clock()
+        state.restore()
+        taken = clock() - begin
+        yield f"back, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken / 1e9:.1f} GB/s"
+    yield "memory that it frees", f"{freed / GIB:.2f} GiB", "gradients and optimizer"
+    if sums != [checksum(tensor) for tensor in actor.optimizer.tensors()]:
+        raise AssertionError("the optimizer's state came back with other bits")
+    yield "loss of the next step", f"{step()['loss']:.4f}", "every bit of the state came back"
+
+
+# ---- weights to an engine's process
+
+
+def random_weights(config: PretrainedConfig, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    make = partial(torch.randn, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    return {name: make(shape) for name, shape in hf_shapes(config).items()}
+
+
+def engine_process() -> Iterator[Row]:
+    """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
+    a killed one."""
+    config = qwen3("1.7b" if GPU else "1m")
+    build = partial(HFEngine, config, torch.bfloat16, DEVICE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(EngineProcess(build, "engine", Path(folder, "log"))) as engine,
+    ):
+        yield "transport", engine.transport, ""
+        if GPU and engine.transport != "CUDA IPC":
+            raise AssertionError(f"weights go by {engine.transport}, not by CUDA IPC")
+        taken = []
+        for version in range(3):
+            tensors = random_weights(config, version)
+            pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
+            taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
+        yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
+        copies = [torch.empty_like(tensor) for tensor in tensors.values()]
+        copy = seconds(lambda: [to.copy_(tensor) for to, tensor in zip(copies, tensors.values(), strict=True)])
+        size = pushed["sync/bytes"] / 1e9
+        yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
+        engine.process.kill()
+        engine.start()
+        weight_sync.send(random_weights(config, 5).items(), engine, 5, verify=True)
+        yield "the same in the place of a killed process", engine.transport, ""
+
+
+TE, APART = "transformer_engine", [case for case in CASES if not case.recompute]
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "versions": versions,
     "ceilings": ceilings,
-    "log-probs against float64": logprob_accuracy,
-    "fp32, torch layers, against the CPU": lambda: parity("fp32", "torch"),
-    "bf16, torch layers, against the CPU in fp32": lambda: parity("bf16", "torch"),
-    "fp32, Transformer Engine layers, against the CPU": lambda: parity("fp32", "transformer_engine"),
-    "bf16, Transformer Engine layers, against the CPU in fp32": lambda: parity("bf16", "transformer_engine"),
-    "fp8, Transformer Engine layers, against the CPU in fp32": lambda: parity("fp8", "transformer_engine"),
-    **VLLM,
-    **EXPERTS,
-    "bf16 training": lambda: training("bf16"),
-    "fp8 training": lambda: training("fp8"),
-    **TRANSPORT,
-    "log-probs: time and memory beside the floor": logprob_speed,
-    "log-probs: memory beside materialised logits": logprob_memory,
-    "bf16 throughput (fp32 without a GPU)": lambda: throughput(BF16),
-    "fp8 throughput": lambda: throughput("fp8"),
-    "torch layers, throughput, 600m": lambda: throughput(BF16, "600m", "torch"),
-    "torch layers, throughput, 1.7b": lambda: need_gpu() or throughput(BF16, "1.7b", "torch"),
-    **{
-        f"{precision}, Transformer Engine, throughput, {size}": functools.partial(
-            with_transformer_engine, precision, size
-        )
-        for size in ("4b", "8b_12")
-        for precision in ("bf16", "fp8")
-    },
-    "kernels of a step": kernels,
-    **DECODING,
+    "slice of Qwen3-8B": partial(speed, "torch", "bf16", CASES, QWEN3_8B),
+    "gradients against the CPU": partial(parity, "torch", ("dense", "shared prompts"), "fp32", "bf16"),
+    "log-probs against float64": logprobs_in_float64,
+    "log-probs: time and memory": logprob_speed,
+    "weights to an engine process": engine_process,
+    "offload of the trainer": offload,
+    "TE: parity": partial(parity, TE, ("dense",), "bf16", "fp8"),
+    "TE: slice in bf16": partial(speed, TE, "bf16", APART, QWEN3_8B, 2),
+    "TE: slice in FP8": partial(speed, TE, "fp8", APART, QWEN3_8B, 2),
+    "TE: shared prompts": partial(parity, TE, ("shared prompts",), "bf16"),
+    "TE: grouped experts": partial(parity, TE, ("mixture",), "bf16", "fp8"),
+    "TE: gpt-oss": partial(parity, TE, ("gpt-oss",), "bf16"),
+    "TE: a mixture layer": partial(speed, TE, "bf16", APART, QWEN3_8B | MIXTURE | {"num_hidden_layers": 1}),
 }
 
 
-def run(part: Callable[[], Iterator[Row]]) -> dict:
-    rows: list[Row] = []
-    begin = time.perf_counter()
-    try:
-        for row in part():
-            rows.append(row)
-            print(f"| | {' | '.join(row)} |", flush=True)  # of a part that is killed this is all
-        status = "passed"
-    except NotRun as reason:
-        status = f"not run: {reason}"
-    except Exception as error:  # one broken part must not hide the others
-        traceback.print_exc()
-        status = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    gc.collect()  # models have cycles
-    if GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return {"status": status, "seconds": round(time.perf_counter() - begin, 2), "rows": rows}
-
-
-def table(results: dict[str, dict]) -> str:
-    lines = ["# GPU checks", "", "| part | what | found | beside |", "| --- | --- | --- | --- |"]
-    for name, result in results.items():
-        lines.append(f"| **{name}** | **{result['status']}** | {result['seconds']:.1f} s | |")
-        lines += [f"| | {what} | {found} | {beside} |" for what, found, beside in result["rows"]]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What only a GPU can show; see gpu_checks.sh.")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_checks"), help="folder of the JSON and the table")
-    parser.add_argument("--only", nargs="+", help="run the parts whose name has one of these in it")
-    parser.add_argument("--write-reference", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(parts: dict[str, Callable[[], Iterator[Row]]]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if args.write_reference:
-        save_file(gradients("fp32"), args.write_reference)
-        parallel.shutdown()
-        return
-    for only in args.only or ():
-        if not any(only in name for name in PARTS):
-            parser.error(f"--only {only}: no part has this in its name; the parts are {', '.join(PARTS)}")
-    results = {}
-    for name, part in PARTS.items():
-        if args.only is None or any(only in name for only in args.only):
-            results[name] = run(part)
-            print(f"{name}: {results[name]['status']} ({results[name]['seconds']:.1f} s)", flush=True)
-    if torch.distributed.is_initialized():
-        parallel.shutdown()
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu_checks.json").write_text(json.dumps(results, indent=1))
-    (args.out / "gpu_checks.md").write_text(table(results))
-    sys.exit(any(result["status"].startswith("FAILED") for result in results.values()))
+    try:
+        for row in parts[sys.argv[1]]():
+            print(f"| {' | '.join(row)} |", flush=True)  # of a check that is killed this is all
+    except NotRun as reason:
+        print(reason, flush=True)
+        sys.exit(MISSING)
+    finally:
+        if torch.distributed.is_initialized():
+            parallel.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "reference":
+        with torch_layers("torch"):
+            save_file(gradients(sys.argv[2], "fp32"), sys.argv[3])
+        parallel.shutdown()
+    else:
+        main(PARTS)

@@ -1,142 +1,260 @@
-"""What a GPU shows in five minutes, where one is lent for a quarter of an hour without a network:
+"""What a GPU shows in calls of five minutes, where one is lent for a quarter of an hour without a network:
 
-    python tools/gpu_kit.py pack       here: wheels for the other machine into build/gpu_kit, below 15 MB
-    python tools/gpu_kit.py call       there: installs them, runs the checks, adds a line for each to the results
-    python tools/gpu_kit.py report     the table of docs/gpu_results.md, from the lines that were measured on a GPU
+    python tools/gpu_kit.py pack 1 [2]          here: all that the call needs, into the folder build/gpu_kit/1
+    python build/gpu_kit/1/tools/gpu_kit.py call 1 --results FILE     there: runs the checks, adds a line for each
+    python tools/gpu_kit.py report --results FILE     docs/gpu_results.md from the lines that were measured on a GPU
 
-The other machine has Python 3.12 with torch 2.11 for CUDA 13 and transformers 5.17, but no megatron-core. Each check
-has a process of its own and a budget in seconds, and its line is on the disk and in the output before the next one
-starts. A check that fails, hangs or dies does not stop the next. A call ends 30 s before its limit. Without a GPU it
-runs the checks at their smallest size.
+The other machine has Python 3.12 with torch 2.11 for CUDA 13, transformers 5.17, numpy and safetensors. Call 1 brings
+megatron-core and uses torch's layers. Call 2 brings Transformer Engine too, with the code of sm_90 alone. Call 3 brings
+nothing: it is for machines where vLLM is installed. Each check has a process of its own and a budget in seconds, and
+its line is on the disk and in the output before the next one starts. A check that fails, hangs or dies does not stop
+the next. A call ends 30 s before its limit. Without a GPU the checks run at their smallest size.
 """
 
 import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKED = ROOT / "build" / "gpu_kit"
 RESULTS = ROOT / "runs" / "gpu_kit.jsonl"
 PREDICTED = ROOT / "tools" / "gpu_predicted.json"
-LARGEST, LIMIT, RESERVE = 15_000_000, 300, 30  # bytes to carry; seconds of a call, and left at its end
+PAGE = ROOT / "docs" / "gpu_results.md"
+LARGEST = {1: 15 << 20, 2: 60 << 20}  # bytes to carry
+LIMIT, RESERVE, MISSING = 300, 30, 77  # seconds of a call, and left at its end; exit status: something is not here
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-WHEELS = ["megatron-core==0.16.1", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types"]
-NAMES = ("torch", "transformers", "megatron-core", "pydantic", "triton")
+TE = "2.20.2"
+SMALL_WHEELS = ("megatron-core==0.16.1", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types", "psutil")
+WHEELS = {
+    1: (*SMALL_WHEELS, "pillow", "cloudpickle"),
+    2: (*SMALL_WHEELS, f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "einops", "nvdlfw-inspect")
+    + ("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "importlib-metadata", "zipp"),
+}
+# of the environment in which Transformer Engine's extension for torch is compiled, once
+COMPILER = ["torch==2.11.0", "setuptools==80.10.2", "wheel", "pybind11", "ninja", "numpy", "packaging", "pydantic"]
+COMPILER += [f"nvidia-cuda-{part}==13.0.*" for part in ("nvcc", "crt", "cccl")] + ["nvidia-nvvm==13.0.*"]
+NAMES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "pydantic", "triton")
+FILES = ("megatron_rft/**/*", "examples/quickstart/*", "tools/gpu_*", "tools/bench/setups.py")
 
 
 @dataclass(frozen=True)
 class Check:
-    """`arguments` are Python's; {state} is a folder of the call, {few} is empty on a GPU, where all steps are made."""
+    """`arguments` are Python's; {state} is a folder of the call. `needs`: a module without which it is not run."""
 
     name: str
     budget: float  # seconds
     arguments: tuple[str, ...]
+    needs: str = ""
 
 
-def part(name: str, budget: float, *parts: str) -> Check:
-    return Check(name, budget, ("tools/gpu_checks.py", "--out", "{state}/checks", "--only", *parts))
+def part(name: str, budget: float) -> Check:
+    return Check(name, budget, ("tools/gpu_checks.py", name))
 
 
 def training(name: str, budget: float, recipe: str, model: str, *options: str) -> Check:
     folders = f"run.output_dir={{state}}/{name.replace(' ', '_')}", f"model.path={{state}}/{model}"
-    recipe = f"examples/quickstart/{recipe}.yaml"
-    return Check(name, budget, ("-m", "megatron_rft", "train", recipe, *folders, "{few}", *options))
+    recipe, needs = f"examples/quickstart/{recipe}.yaml", "vllm" if name.startswith("vLLM") else ""
+    return Check(name, budget, ("-m", "megatron_rft", "train", recipe, *folders, "data.test=null", *options), needs)
 
 
-GRPO = ("rollout.engine=hf", "run.steps=5", "evaluation.every=null", "data.validation=null", "data.test=null")
-# The most valuable first; together at most LIMIT - RESERVE
-CHECKS = (
-    part("ceilings", 20, "versions", "ceilings"),
-    Check("model", 20, ("examples/quickstart/make_model.py", "{state}/model")),
-    training(
-        "warm start",
-        35,
-        "sft",
-        "model",
-        "run.steps=150",
-        "run.epochs=null",
-        "optimizer.lr_warmup_steps=0",
-        "data.test=null",
-    ),
-    training("quickstart fp32", 35, "pipo", "warm_start/export", *GRPO),
-    training("quickstart bf16", 35, "pipo", "warm_start/export", "model.precision=bf16", *GRPO),
-    part("log-probs against float64", 20, "against float64"),
-    part("gradients against the CPU", 30, "torch layers, against"),
-    part("log-probs: time and memory", 35, "log-probs: "),
-    part("throughput", 25, "torch layers, throughput, 600m"),
-    part("weights to an engine process", 15, "CUDA IPC", "shared host memory"),
+GRPO = ("rollout.engine=hf", "run.steps=5", "evaluation.every=null", "data.validation=null")
+SFT = ("run.steps=100", "run.epochs=null", "optimizer.lr_warmup_steps=0")
+MODEL = (
+    Check("model", 10, ("examples/quickstart/make_model.py", "{state}/model")),
+    training("warm start", 25, "sft", "model", *SFT),
 )
+# every weight of the engine is compared with the trainer's after each sync, and a larger KL than the bound ends the run
+VLLM = ("model.precision=bf16", *GRPO, "rollout.engine=vllm", "faults.compare_weights_every=1")
+VLLM += ("faults.on_mismatch=stop", "faults.mismatch_kl=0.01")
+ROUNDED, FP8 = (
+    ("faults.mismatch_kl=0.05", "algorithm.importance=truncated"),
+    ("fp8", "fp8_per_channel", "fp8_per_block"),
+)
+DRAFTS = "{{method: draft_model, model: {state}/warm_start/export, num_speculative_tokens: 4}}"
+# The most valuable first; together at most LIMIT - RESERVE, call 3 without a limit
+CALLS = {
+    1: (
+        part("ceilings", 15),
+        *MODEL,
+        training("quickstart fp32", 25, "pipo", "warm_start/export", *GRPO),
+        training("quickstart bf16", 25, "pipo", "warm_start/export", "model.precision=bf16", *GRPO),
+        part("gradients against the CPU", 30),
+        part("log-probs against float64", 15),
+        part("slice of Qwen3-8B", 65),
+        part("weights to an engine process", 20),
+        part("log-probs: time and memory", 15),
+        part("offload of the trainer", 25),
+    ),
+    2: (
+        part("ceilings", 15),
+        part("TE: parity", 35),
+        part("TE: slice in bf16", 45),
+        part("TE: slice in FP8", 45),
+        part("TE: shared prompts", 30),
+        part("TE: grouped experts", 35),
+        part("TE: gpt-oss", 30),
+        part("TE: a mixture layer", 35),
+    ),
+    3: (
+        *MODEL,
+        *(
+            training(f"vLLM {name}", 300, "pipo", "warm_start/export", *VLLM, *options)
+            for name, options in {
+                "bf16": (),
+                "offload_trainer": ("rollout.offload_trainer=true",),
+                "draft model": (f"vllm.speculative_config={DRAFTS}",),
+                "FP8 cache": ("vllm.kv_cache_dtype=fp8", *ROUNDED),
+                **{f"{name} weights": (f"vllm.quantization={name}", *ROUNDED) for name in FP8},
+            }.items()
+        ),
+    ),
+}
 
 
-def pack(folder: Path = PACKED, largest: int = LARGEST) -> int:
-    """Download wheels for Python 3.12 on Linux. Returns their bytes."""
+# ---- here
+
+
+def pack(number: int, folder: Path, wheels: bool = True) -> int:
+    """Fill the folder of a call: the package, the kit and wheels for Python 3.12 on Linux. Returns its bytes."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    systems = [f"--platform=manylinux_2_{n}_x86_64" for n in range(5, 40)]
-    systems += [f"--platform=manylinux{year}_x86_64" for year in (1, 2010, 2014)]
-    kind = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", *kind, "-d", str(folder), *systems, *WHEELS], check=True
-    )
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    if size > largest:
-        raise SystemExit(f"{folder} has {size / 1e6:.1f} MB, more than {largest / 1e6:.1f}")
-    print(f"{folder}: {size / 1e6:.1f} MB")
+    (folder / "wheels").mkdir(parents=True)
+    for source in (path for pattern in FILES for path in ROOT.glob(pattern)):
+        if source.is_file() and "__pycache__" not in source.parts:
+            (folder / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, folder / source.relative_to(ROOT))
+    if wheels:
+        download(folder / "wheels", WHEELS[number])
+    if wheels and number == 2:
+        for wheel in (folder / "wheels").glob("transformer_engine_cu*.whl"):
+            cut(wheel)
+        shutil.copy(compiled(), folder / "wheels")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {size / 2**20:.1f} MiB")
+    if size > LARGEST[number]:
+        raise SystemExit(f"{folder} has more than {LARGEST[number] / 2**20:.0f} MiB")
     return size
 
 
-def install(state: Path, packed: Path) -> dict[str, str]:
+def download(folder: Path, names: tuple[str, ...]) -> None:
+    systems = [f"--platform=manylinux_2_{n}_x86_64" for n in range(5, 40)]
+    systems += [f"--platform=manylinux{year}_x86_64" for year in (1, 2010, 2014)]
+    kind = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version=3.12",
+        "--implementation=cp",
+        "--abi=cp312",
+        "--abi=abi3",
+    ]
+    run_pip(sys.executable, "download", *kind, "--abi=none", "-d", str(folder), *systems, *names)
+
+
+def run_pip(python: str | Path, *arguments: str, **options) -> None:
+    subprocess.run([str(python), "-m", "pip", "-q", *arguments], check=True, **options)
+
+
+def compiled() -> Path:
+    """Return Transformer Engine's extension for torch, which has no published wheel; compiles it once, for half an hour
+    and more, in an environment of python3.12."""
+    folder = PACKED / "compiled"
+    if found := sorted(folder.glob("*.whl")):
+        return found[0]
+    subprocess.run(["python3.12", "-m", "venv", str(folder / "venv")], check=True)
+    python, site = folder / "venv/bin/python", folder / "venv/lib/python3.12/site-packages"
+    run_pip(python, "install", *COMPILER)
+    given = {"CUDA_HOME": str(site / "nvidia" / "cu13"), "NVTE_BUILD_USE_NVIDIA_WHEELS": "1"}
+    given["PATH"] = f"{python.parent}:{os.environ['PATH']}"
+    package = f"transformer-engine-torch=={TE}"
+    run_pip(python, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), package, env=os.environ | given)
+    return next(folder.glob("*.whl"))
+
+
+def cut(wheel: Path, keep: int = 90) -> None:
+    """Write the wheel again with zeros in place of the code of other chips, which then takes no room. A library's
+    headers of fat binaries stay, so that the driver finds the chip's code where it was."""
+    with (
+        zipfile.ZipFile(wheel) as old,
+        zipfile.ZipFile(f"{wheel}.cut", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
+    ):
+        for item in old.infolist():
+            data = bytearray(old.read(item))
+            if ".so" in item.filename:
+                for begin, end in other_code(data, keep):
+                    data[begin:end] = bytes(end - begin)
+            new.writestr(item.filename, bytes(data))
+    Path(f"{wheel}.cut").replace(wheel)
+
+
+def other_code(data: bytes, keep: int) -> Iterator[tuple[int, int]]:
+    """Yield where a library's fat binaries have code that is not of the chip sm_`keep`, PTX included.
+
+    A fat binary is a header of 16 bytes (its last 8 are the size of what follows) and entries: u16 kind (1 PTX, 2 ELF),
+    u16, u32 size of the entry's header, u64 size of the code, 12 bytes, u32 chip."""
+    magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    at = data.find(magic)
+    while at >= 0:
+        here, end = at + 16, at + 16 + struct.unpack_from("<Q", data, at + 8)[0]
+        while here < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, here)
+            if (kind, struct.unpack_from("<I", data, here + 28)[0]) != (2, keep):
+                yield here + header, here + header + size
+            here += header + size
+        at = data.find(magic, end)
+
+
+# ---- there
+
+
+def install(state: Path, wheels: list[Path]) -> dict[str, str]:
     """Install the wheels into a folder of the call. Returns the environment of the checks."""
     paths = [str(state / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-    wheels = sorted(map(str, packed.glob("*.whl"))) if packed.is_dir() else []
     if wheels:
         options = ["--no-index", "--no-deps", "--no-compile", "--target", str(state / "site")]
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *wheels], timeout=60)
-        if done.returncode:  # other Python: the checks that need no megatron-core still run
-            print(f"the wheels of {packed} are not installed: the checks run with what is installed", flush=True)
-    else:
-        print(f"{packed} has no wheels: the checks run with what is installed", flush=True)
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)], timeout=60)
+        if not done.returncode:
+            return environment
+    print("no packed wheels are installed: the checks run with what is there", flush=True)
     return environment
 
 
-def call(checks: tuple[Check, ...], results: Path, limit: float, packed: Path = PACKED) -> bool:
-    """Run the checks within `limit` seconds; more than LIMIT stretches their budgets. Returns whether all passed."""
+def call(checks: tuple[Check, ...], results: Path, limit: float, wheels: list[Path]) -> bool:
+    """Run the checks within `limit` seconds; more than LIMIT stretches their budgets. Returns whether none failed."""
     end, passed, stretch = time.monotonic() + limit - RESERVE, True, max(1.0, limit / LIMIT)
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
-        state, device = Path(folder), gpu()
-        environment = install(state, packed)
-        about = {
-            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-            "device": device,
-            "versions": versions(state),
-        }
+        state = Path(folder)
+        environment = install(state, wheels)
+        about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu()}
+        about |= {"versions": versions(state), "command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
         for check in checks:
-            record = run(check, state, environment, min(check.budget * stretch, end - time.monotonic()), bool(device))
-            passed &= record["status"] == "passed"
+            record = run(check, state, environment, min(check.budget * stretch, end - time.monotonic()))
+            passed &= record["status"] == "passed" or record["status"].startswith("not run: ")
             write(results, {"check": check.name} | record | about)
     return passed
 
 
-def run(check: Check, state: Path, environment: dict[str, str], seconds: float, device: bool) -> dict:
+def run(check: Check, state: Path, environment: dict[str, str], seconds: float) -> dict:
     """Run one check; after `seconds` it is killed with all processes that it started, and what it printed counts."""
     if seconds <= 0:
         return {"status": "not run: no time was left", "seconds": 0.0, "rows": []}
-    words = {"state": str(state), "few": "" if device else "rollout.prompts_per_step=8"}
-    if "train" in check.arguments and "sft" in check.arguments[3]:
-        words["few"] = ""
-    command = [sys.executable, *filter(None, (argument.format(**words) for argument in check.arguments))]
+    if check.needs and importlib.util.find_spec(check.needs) is None:
+        return {"status": f"not run: {check.needs} is not installed", "seconds": 0.0, "rows": []}
+    command = [sys.executable, *(argument.format(state=state) for argument in check.arguments)]
     begin, log = time.monotonic(), state / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
@@ -147,7 +265,9 @@ def run(check: Check, state: Path, environment: dict[str, str], seconds: float, 
         status = f"FAILED: killed after {seconds:.0f} s"
     end_group(process)
     text = log.read_text(errors="replace")
-    if status != "passed":
+    if process.returncode == MISSING:
+        status = f"not run: {text.strip().splitlines()[-1]}"
+    elif status != "passed":
         print(text[-2000:], flush=True)
     return {"status": status, "seconds": round(time.monotonic() - begin, 1), "rows": rows(text, state, check.name)}
 
@@ -161,20 +281,22 @@ def end_group(process: subprocess.Popen) -> None:
 
 def rows(text: str, state: Path, name: str) -> list[list[str]]:
     """What a check found, as [what, found, beside]: the rows that it printed, and the figures of a run's steps."""
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
-    ]
-    found = [each[-3:] for each in cells if len(each) in (3, 4) and each[-3] and each[-3] != "what"]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in line] for line in lines if len(line) == 3]
     metrics = state / name.replace(" ", "_") / "metrics.jsonl"
     for line in metrics.read_text().splitlines() if metrics.is_file() else []:
         step = json.loads(line)
-        figures = [
-            (key, step[key]) for key in ("policy/loss", "policy/grad_norm", "reward/mean", "mismatch/kl") if key in step
-        ]
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures)
-        found.append(
-            [f"step {step.get('step')}", shown, f"{step['seconds/step']:.2f} s" if "seconds/step" in step else ""]
+        keys = (
+            "policy/loss",
+            "policy/grad_norm",
+            "reward/mean",
+            "mismatch/kl",
+            "speculation/accepted",
+            "memory/peak_gib",
         )
+        shown = ", ".join(f"{key} {step[key]:.4g}" for key in keys if key in step)
+        if shown and "seconds/step" in step:
+            found.append([f"step {step['step']}", shown, f"{step['seconds/step']:.2f} s"])
     return found
 
 
@@ -203,45 +325,70 @@ def gpu() -> str:
 def versions(state: Path) -> str:
     paths = [str(state / "site"), *sys.path]
     found = {d.metadata["Name"].lower(): d.version for d in reversed([*importlib.metadata.distributions(path=paths)])}
-    return ", ".join(f"{name} {found[name]}" for name in NAMES if name in found)
+    return f"Python {sys.version.split()[0]}, " + ", ".join(f"{n} {found[n]}" for n in NAMES if n in found)
+
+
+# ---- the page
 
 
 def report(results: Path, page: Path, predicted: Path = PREDICTED) -> None:
-    """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted."""
+    """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted, and
+    beside the newest that ran without one."""
     records = [json.loads(line) for line in results.read_text().splitlines()]
     newest = {record["check"]: record for record in records if record["device"]}
     if not newest:
         raise SystemExit(f"{results} has no line that was measured on a GPU: {page} stays as it is")
-    tables = json.loads(predicted.read_text())
-    lines = ["`python tools/gpu_kit.py call`; predictions: `tools/gpu_predicted.json`.", ""]
+    tables, lines = json.loads(predicted.read_text()), []
     for check, record in newest.items():
-        expected = next((table for chip, table in tables.items() if chip in record["device"]), {}).get(check, {})
         lines += [
             f"### {check}",
             "",
-            f"{record['date']}, {record['device']}, {record['versions']}: {record['status']}.",
-            "",
+            f"`{record['command']}`, {record['date']}, {record['device']}, {record['versions']}: ",
         ]
-        lines += ["| what | measured | predicted | beside |", "| --- | --- | --- | --- |"] if record["rows"] else []
-        lines += [f"| {what} | {found} | {expected.get(what, '')} | {near} |" for what, found, near in record["rows"]]
-        lines += [""] if record["rows"] else []
+        lines[-1] += f"{record['status']}, {record['seconds']} s."
+        chip = next((name for name in ("H100", "H200") if name in record["device"]), "")
+        beside = [tables.get(name, {}).get(check, {}) for name in (chip, f"{chip} rehearsed", "CPU")]
+        if record["rows"]:
+            lines += ["", "| what | measured | plan and floors | rehearse | on a CPU | beside |", "|" + " --- |" * 6]
+        for what, found, near in record["rows"]:
+            lines.append(f"| {what} | {found} | {' | '.join(table.get(what, '') for table in beside)} | {near} |")
+        lines.append("")
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
 
 
+def keep_cpu(results: Path, predicted: Path = PREDICTED) -> None:
+    """Put what the quickstart's runs gave without a GPU into the table of predictions."""
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    runs = {
+        r["check"]: {what: f"{found}, {near}" for what, found, near in r["rows"]} for r in records if not r["device"]
+    }
+    table = json.loads(predicted.read_text())
+    table["CPU"] = {name: rows for name, rows in runs.items() if name.startswith("quickstart")}
+    predicted.write_text(json.dumps(table, indent=1) + "\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a GPU shows in five minutes.")
-    parser.add_argument("what", choices=("pack", "call", "report"))
+    parser = argparse.ArgumentParser(description="What a GPU shows in calls of five minutes.")
+    parser.add_argument("what", choices=("pack", "call", "report", "keep-cpu"))
+    parser.add_argument("number", nargs="*", type=int, choices=(1, 2, 3), help="of pack (1, 2) and call")
+    parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu_results.md", help="of report")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a call")
+    parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
     args = parser.parse_args()
     if args.what == "pack":
-        pack()
-    elif args.what == "report":
-        report(args.results, args.page)
+        for number in args.number:
+            pack(number, PACKED / str(number))
+    elif args.what == "call":
+        passed = True
+        for number in args.number:
+            checks = tuple(check for check in CALLS[number] if any(o in check.name for o in args.only))
+            limit = args.limit or (LIMIT if number < 3 else sum(check.budget for check in checks) + RESERVE)
+            folder = ROOT / "wheels" if (ROOT / "wheels").is_dir() else PACKED / str(number) / "wheels"
+            passed &= call(checks, args.results, limit, sorted(folder.glob("*.whl")) if number < 3 else [])
+        sys.exit(not passed)
     else:
-        sys.exit(not call(CHECKS, args.results, args.limit))
+        report(args.results, PAGE) if args.what == "report" else keep_cpu(args.results)
 
 
 if __name__ == "__main__":

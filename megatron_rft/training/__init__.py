@@ -1,14 +1,12 @@
 """Training. Every rank of a run calls `train` with a checked recipe."""
 
 from functools import partial
+from importlib import import_module
 
 from megatron_rft.config import Recipe
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.checkpoint import start_results_queue
-from megatron_rft.training import generate, offline, online, sft
 from megatron_rft.training.run_folder import claim_folder
-
-TRAINERS = {"rl": online.train, "sft": sft.train, "offline": offline.train}
 
 
 def train(recipe: Recipe) -> int:
@@ -18,12 +16,14 @@ def train(recipe: Recipe) -> int:
         UserError: the recipe does not fit the folder, the data or the model.
         RunFailed: the run cannot go on.
     """
+    name = "online" if recipe.trainer == "rl" else recipe.trainer
+    module = import_module(f"megatron_rft.training.{name}")  # stores of trajectories need pyarrow, the others do not
     if recipe.trainer == "generate":  # its workers form no process group
-        return generate.run(recipe)
+        return module.run(recipe)
     start_results_queue()  # forks a process: before large memory is allocated
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)
     try:
         parallel.on_main(partial(claim_folder, recipe))
-        return TRAINERS[recipe.trainer](recipe)
+        return module.train(recipe)
     finally:
         parallel.shutdown()

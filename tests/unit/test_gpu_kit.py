@@ -1,6 +1,8 @@
 """tools/gpu_kit.py: no check stops the next, what was found is on the disk at once, only a GPU's figures count."""
 
 import json
+import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -9,24 +11,21 @@ from pathlib import Path
 import pytest
 
 from megatron_rft.config import load
-from megatron_rft.plan.devices import DEVICES, Efficiency
+from megatron_rft.plan.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_kit  # noqa: E402
+import gpu_predictions  # noqa: E402
 from gpu_kit import Check  # noqa: E402
 
-ROW = "print('| | a | 1 ms | floor 2 ms |', flush=True)"
-
-
-def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+ROW = "print('| a | 1 ms | floor 2 ms |', flush=True)"
 
 
 def called(tmp_path, limit: float, *checks: Check) -> list[dict]:
-    gpu_kit.call(checks, tmp_path / "results", limit, tmp_path / "none")
-    return lines(tmp_path / "results")
+    gpu_kit.call(checks, tmp_path / "results", limit, [])
+    return [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
 
 
 def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
@@ -39,14 +38,11 @@ def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
         Check("fails", 9, ("-c", f"{ROW}; raise SystemExit(3)")),
         Check("dies", 9, ("-c", f"import os; {ROW}; os.kill(os.getpid(), 9)")),
         Check("hangs", 1.5, ("-c", f"{child}; {ROW}; import time; time.sleep(60)")),
+        Check("lacks", 9, ("-c", f"{ROW}; print('no vllm'); raise SystemExit({gpu_kit.MISSING})")),
         Check("passes", 9, ("-c", ROW)),
     )
-    assert [each["status"] for each in found] == [
-        "FAILED: exit status 3",
-        "FAILED: exit status -9",
-        "FAILED: killed after 2 s",
-        "passed",
-    ]
+    failed = ["FAILED: exit status 3", "FAILED: exit status -9", "FAILED: killed after 2 s"]
+    assert [each["status"] for each in found] == [*failed, "not run: no vllm", "passed"]
     assert all(each["rows"] == [["a", "1 ms", "floor 2 ms"]] for each in found)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert printed == found
@@ -62,11 +58,12 @@ def test_a_shorter_limit_cuts_the_end_and_a_longer_one_stretches_budgets(tmp_pat
     assert time.monotonic() - begin < 26  # the rest is left of the limit
     slow = ("-c", "import time; time.sleep(2.5)")
     assert called(tmp_path, 10 * gpu_kit.LIMIT, Check("stretched", 1, slow))[-1]["status"] == "passed"
-    assert sum(check.budget for check in gpu_kit.CHECKS) <= gpu_kit.LIMIT - gpu_kit.RESERVE
+    for number in (1, 2):
+        assert sum(check.budget for check in gpu_kit.CALLS[number]) <= gpu_kit.LIMIT - gpu_kit.RESERVE
 
 
-def test_a_full_disk_leaves_the_lines_in_the_output(tmp_path, capsys):
-    assert gpu_kit.call((Check("passes", 9, ("-c", ROW)),), Path("/dev/full"), 60, tmp_path / "none")
+def test_a_full_disk_leaves_the_lines_in_the_output(capsys):
+    assert gpu_kit.call((Check("passes", 9, ("-c", ROW)),), Path("/dev/full"), 60, [])
     out = capsys.readouterr().out
     assert '"check": "passes", "status": "passed"' in out and "could not be written" in out
 
@@ -75,7 +72,7 @@ def test_the_report_has_the_newest_result_of_a_gpu_beside_its_prediction(tmp_pat
     page, results = tmp_path / "page.md", tmp_path / "results"
     page.write_text(f"above\n{gpu_kit.BEGIN}\nold\n{gpu_kit.END}\nbelow\n")
     record = {"check": "ceilings", "status": "passed", "seconds": 1, "date": "2026-01-02", "versions": "torch 2.11.0"}
-    record |= {"rows": [["matrix product", "700 TFLOP/s", "bf16"]]}
+    record |= {"rows": [["matrix product", "700 TFLOP/s", "bf16"]], "command": "call 1"}
     results.write_text(json.dumps(record | {"device": ""}) + "\n")
     with pytest.raises(SystemExit, match="no line that was measured on a GPU"):
         gpu_kit.report(results, page)
@@ -86,47 +83,79 @@ def test_the_report_has_the_newest_result_of_a_gpu_beside_its_prediction(tmp_pat
     gpu_kit.report(results, page)
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "FAILED" not in text
-    assert "| matrix product | 700 TFLOP/s | 643 TFLOP/s | bf16 |" in text and "torch 2.11.0: passed." in text
-    assert gpu_kit.BEGIN in (ROOT / "docs" / "gpu_results.md").read_text()
+    assert "| matrix product | 700 TFLOP/s | 643 TFLOP/s |  |  | bf16 |" in text and "torch 2.11.0: passed" in text
+    assert gpu_kit.BEGIN in gpu_kit.PAGE.read_text()
 
 
-def test_predictions_are_those_of_the_plan():
-    """Of what the plan has constants for: rates of products and of memory, and the log-probs' floors by them."""
-    tables, share = json.loads(gpu_kit.PREDICTED.read_text()), Efficiency()
-    assert tables.keys() == {"H100", "H200"}
-    for name, table in tables.items():
-        chip = DEVICES[name.lower()]
-        rate, product = chip.flops * share.compute, 2 * 8192 * 151936 * 4096
-        assert table["ceilings"] == {
-            "matrix product": f"{rate / 1e12:.0f} TFLOP/s",
-            "copy on the device": f"{chip.bandwidth * share.memory / 1e9:.0f} GB/s",
-        }
-        for what, predicted in table["log-probs: time and memory"].items():
-            products = 4 if what.endswith("backward") else 1
-            memory = f"{(8192 + 151936) * 4096 * 2 / 2**20:.0f} MiB"
-            assert predicted == (memory if "memory" in what else f"{products * product / rate * 1e3:.1f} ms")
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_predictions_are_those_of_the_plan(name):
+    table = json.loads(gpu_kit.PREDICTED.read_text())
+    assert table[name] == gpu_predictions.planned(DEVICES[name.lower()])
+    figures = table[name]["slice of Qwen3-8B"].keys() - {"layers", "optimizer's step"}
+    for rehearsed in table.get(f"{name} rehearsed", {}).values():
+        assert rehearsed.keys() == figures
+    assert len(figures) == 3 * len(gpu_predictions.CASES)
+
+
+def test_a_deeper_slice_would_not_fit():
+    chip = DEVICES["h100"]
+    layers = gpu_predictions.depth(chip.usable)
+    for more, fits in ((0, True), (1, False)):
+        plans = [gpu_predictions.memory(case, gpu_predictions.shape(layers + more)) for case in gpu_predictions.CASES]
+        assert (max(plan.phases["training"] for plan in plans) <= chip.usable - gpu_predictions.SLACK) == fits
+
+
+def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
+    entries = b"".join(struct.pack("<HHIQ12xI32x", kind, 0, 64, len(c), chip) + c for kind, chip, c in codes)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+
+def test_a_cut_wheel_keeps_the_code_of_one_chip_and_all_else(tmp_path):
+    codes = [(1, 90, b"ptx" * 9), (2, 80, b"other" * 9), (2, 90, b"wanted" * 9), (2, 100, b"later" * 9)]
+    library = b"code" + fat_binary(*codes) + b"between" + fat_binary((2, 75, b"old" * 5), (2, 90, b"also" * 5)) + b"end"
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr("a/lib.so", library)
+        wheel.writestr("a/text.py", fat_binary(*codes))
+    gpu_kit.cut(tmp_path / "a.whl")
+    with zipfile.ZipFile(tmp_path / "a.whl") as wheel:
+        for gone in (b"ptx" * 9, b"other" * 9, b"later" * 9, b"old" * 5):
+            library = library.replace(gone, bytes(len(gone)))
+        assert wheel.read("a/lib.so") == library and b"wanted" * 9 in library
+        assert wheel.read("a/text.py") == fat_binary(*codes)
 
 
 def test_wheels_are_installed_for_the_checks(tmp_path):
-    (tmp_path / "packed").mkdir()
-    with zipfile.ZipFile(tmp_path / "packed" / "made-1-py3-none-any.whl", "w") as wheel:
+    made = tmp_path / "made-1-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as wheel:
         wheel.writestr("made.py", "value = 7\n")
         wheel.writestr("made-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: made\nVersion: 1\n")
         wheel.writestr("made-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("made-1.dist-info/RECORD", "made.py,,\n")
-    check = Check("uses it", 20, ("-c", "import made; print('| | value |', made.value, '| |')"))
-    assert gpu_kit.call((check,), tmp_path / "results", 90, tmp_path / "packed")
-    assert lines(tmp_path / "results")[0]["rows"] == [["value", "7", ""]]
+    check = Check("uses it", 20, ("-c", "import made; print('| value |', made.value, '| |')"))
+    assert gpu_kit.call((check,), tmp_path / "results", 90, [made])
+    assert json.loads((tmp_path / "results").read_text())["rows"] == [["value", "7", ""]]
 
 
-def test_recipes_take_the_options_of_the_checks_and_parts_exist():
-    trained = [check for check in gpu_kit.CHECKS if "train" in check.arguments]
-    assert len(trained) == 3
+def test_the_packed_folder_runs_alone(tmp_path):
+    """With this environment's packages in place of the wheels; a check of torch's layers and one that lacks its GPU."""
+    assert gpu_kit.pack(1, tmp_path / "packed", wheels=False) < 10 << 20
+    command = [sys.executable, "-P", str(tmp_path / "packed/tools/gpu_kit.py"), "call", "1", "2", "3", "--limit", "600"]
+    command += ["--results", str(tmp_path / "found"), "--only", "slice of", "mixture layer", "vLLM bf16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    slice_of_8b = {what: value for what, value, _ in found[0]["rows"]}
+    assert sum(what.endswith("tokens/s") for what in slice_of_8b) == 8 and "optimizer's step" in slice_of_8b
+    assert [each["status"].split(": ")[0] for each in found] == ["passed", "not run", "not run"]
+
+
+def test_recipes_take_the_options_of_the_checks_and_checks_exist():
+    every = [check for checks in gpu_kit.CALLS.values() for check in checks]
+    trained = [check for check in every if "train" in check.arguments]
+    assert len(trained) == 11
     for check in trained:
         recipe, *options = check.arguments[3:]
-        load(ROOT / recipe, [option.format(state="runs") for option in options if option != "{few}"])
-    names = (ROOT / "tools" / "gpu_checks.py").read_text() + (ROOT / "tools" / "gpu_checks_rollout.py").read_text()
-    for check in gpu_kit.CHECKS:
-        if "--only" in check.arguments:
-            parts = check.arguments[check.arguments.index("--only") + 1 :]
-            assert all(part in names for part in parts), check
+        load(ROOT / recipe, [option.format(state="runs") for option in options])
+    parts = (ROOT / "tools" / "gpu_checks.py").read_text()
+    for check in (check for check in every if "tools/gpu_checks.py" in check.arguments):
+        assert f'"{check.name}": ' in parts
