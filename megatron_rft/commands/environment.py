@@ -14,8 +14,8 @@ from typing import Any
 from megatron_rft.config import Recipe
 from megatron_rft.config.environment import AnyEnvironment, Program
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
-from megatron_rft.environments.schemas import schemas
 from megatron_rft.environments.template import Template
+from megatron_rft.environments.tools import schemas
 from megatron_rft.records import Prompt
 from megatron_rft.training import build
 from megatron_rft.training.problems import Problems

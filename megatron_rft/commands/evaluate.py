@@ -21,8 +21,7 @@ from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.rewards import SECTIONS, OwnOptions
 from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.data.prompts import PromptSet
-from megatron_rft.evaluation.cache import EvaluationCache, conditions
-from megatron_rft.evaluation.evaluate import EvalResult, reread, table, unjudged, write
+from megatron_rft.evaluation.evaluate import EvalResult, EvaluationCache, conditions, reread, table, unjudged, write
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder

@@ -110,7 +110,7 @@ def check_user_code(recipe: Recipe) -> None:
 
         online.build_objective(recipe)
     if environment := recipe.environment:
-        from megatron_rft.environments.schemas import schemas
+        from megatron_rft.environments.tools import schemas
 
         schemas(environment)
         if not isinstance(environment, Python):  # whose sandbox is the environments' processes'

@@ -6,7 +6,7 @@ for every layout, because a completion depends only on (seed, name, problem, its
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,14 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rft.evaluation import passk
-from megatron_rft.evaluation.cache import EvaluationCache, completions_file, lines
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward, check_finite, scored
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.files import read_json, read_json_lines
+from megatron_rft.utils.files import read_json, read_json_lines, write_atomically
+
+CONDITIONS = "conditions.json"
+Row = dict[str, Any]  # a graded completion, with its `problem`
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,51 @@ class GradedSampler:
 
     def decode(self, ids: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+@dataclass
+class EvaluationCache:
+    """Stores completions while an evaluation runs: a killed one continues where it stopped, a finished one is not
+    repeated.
+
+    NAME.jsonl has the completions, `conditions.json` everything that they depend on (weights, problems, sampling,
+    verifier), by name. If any of it, `depends_on` (JSON), has changed, the stored completions are discarded. A problem
+    counts when it is complete and its grader has not failed. `note` is called with the number of answered problems
+    whenever it grows."""
+
+    folder: Path
+    name: str
+    depends_on: dict[str, Any]
+    samples: int
+    note: Callable[[int], None] = lambda _: None
+    completions: dict[int, list[Row]] = field(default_factory=dict)  # by problem
+
+    def __post_init__(self):
+        self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples become lists, as in the file
+        known = conditions(self.folder)
+        self.completions = self._read() if known.get(self.name) == self.depends_on else {}
+        # Rewritten, without an incomplete last line and without completions of another evaluation.
+        kept = (each for many in self.completions.values() for each in many)
+        write_atomically(completions_file(self.folder, self.name), lines(kept))
+        write_atomically(self.folder / CONDITIONS, json.dumps(known | {self.name: self.depends_on}, indent=1))
+
+    def add(self, completions: list[Row]) -> None:
+        """Store all completions of some problems. They are on disk when this returns."""
+        for each in completions:
+            self.completions.setdefault(each["problem"], []).append(each)
+        with completions_file(self.folder, self.name).open("a", encoding="utf-8") as file:
+            file.write(lines(completions))
+        self.note(len(self.completions))
+
+    def _read(self) -> dict[int, list[Row]]:
+        by_problem: dict[int, list[Row]] = {}
+        for row in read_json_lines(completions_file(self.folder, self.name)):
+            by_problem.setdefault(row["problem"], []).append(row)
+        return {
+            problem: many
+            for problem, many in by_problem.items()
+            if len(many) == self.samples and not any(row.get("error") for row in many)
+        }
 
 
 def evaluate(
@@ -261,3 +308,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def conditions(folder: Path) -> dict[str, Any]:
+    """What the completions in `folder` depend on, by the name of their evaluation."""
+    return read_json(folder / CONDITIONS) or {}
+
+
+def completions_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.jsonl"
+
+
+def lines(rows: Iterable[Row]) -> str:
+    """As JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rft.config import Evaluation
-from megatron_rft.evaluation.cache import EvaluationCache
-from megatron_rft.evaluation.evaluate import EvalResult, GradedSampler, evaluate, write
+from megatron_rft.evaluation.evaluate import EvalResult, EvaluationCache, GradedSampler, evaluate, write
 from megatron_rft.evaluation.passk import with_error
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor

@@ -11,7 +11,7 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
-from megatron_rft.environments.schemas import schemas
+from megatron_rft.environments.tools import schemas
 from megatron_rft.utils.errors import DataError
 
 

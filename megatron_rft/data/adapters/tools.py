@@ -24,7 +24,6 @@ LEVEL = re.compile(r"level-(\d)")
 KINDS = "simple|multiple|parallel_multiple|parallel|irrelevance|relevance"
 CATEGORY = re.compile(rf"(?:live_)?({KINDS})(?:_python)?_\d")
 WITHOUT_REFERENCE = {"irrelevance": [], "relevance": "any"}
-OTHER_LANGUAGES = re.compile(r"(?:simple_)?(?:javascript|java)_\d")
 RAW_DIALOGUE = unusable(
     "a raw dialogue, without the descriptions of its tools: take API-Bank's test-data/level-*-api.json, or convert it "
     "to rows of system (with the tools), user and answer, as ToolRL's level-*-api_processed.json has them"
@@ -98,10 +97,8 @@ def bfcl(fields: Fields) -> Row:
         return NOT_SINGLE_TURN
     named = CATEGORY.match(number)
     if named is None:
-        name = re.sub(r"_[0-9-]+$", "", number)
-        if OTHER_LANGUAGES.match(number):  # their values are source code with types of their own
-            return unusable(f"of {name}: calls in Java and JavaScript are not graded")
-        return unusable(f"of a category that is not graded by its calls: {name}")
+        category = re.sub(r"_[0-9-]+$", "", number)
+        return unusable(f"of a category that is executed, or in Java or JavaScript: {category}")
     category = named[1]
     tools, turns = fields.items("function"), fields.items("question")
     if len(turns) != 1:

@@ -281,10 +281,9 @@ class TestTools:
             self.bfcl(tmp_path, "simple_1", {})
         assert "several turns" in adapt("bfcl", id="multi_turn_base_0", question=[[], []], path=[])["unusable"]
         kept = dict(question=[[{"role": "user", "content": "?"}]], function=[])
-        assert "not graded by its calls: exec_simple" in adapt("bfcl", id="exec_simple_4", **kept)["unusable"]
-        for name in ("simple_java", "javascript"):
+        for name in ("exec_simple", "simple_java", "javascript"):
             reason = adapt("bfcl", id=f"{name}_4", **kept)["unusable"]
-            assert reason == f"of {name}: calls in Java and JavaScript are not graded"
+            assert reason == f"of a category that is executed, or in Java or JavaScript: {name}"
 
 
 class TestText:

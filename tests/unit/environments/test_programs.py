@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rft.config.environment import Program
 from megatron_rft.environments.process import EnvironmentProcesses
-from megatron_rft.environments.schemas import schemas
 from megatron_rft.environments.template import Template
+from megatron_rft.environments.tools import schemas
 from megatron_rft.environments.worker import maker
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.records import Prompt

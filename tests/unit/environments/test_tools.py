@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_rft.config.environment import Tools
-from megatron_rft.environments.schemas import schemas
-from megatron_rft.environments.tools import ToolEnvironment
+from megatron_rft.environments.tools import ToolEnvironment, schemas
 from megatron_rft.utils.errors import ConfigError
 
 CODE = '''

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_rft.data import arithmetic
-from megatron_rft.evaluation.cache import EvaluationCache
-from megatron_rft.evaluation.evaluate import GradedSampler, evaluate, table, write
+from megatron_rft.evaluation.evaluate import EvaluationCache, GradedSampler, evaluate, table, write
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
