@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 SIZES = {"test": 100, "train": 2000}
 SHOWN = [(23, 57), (48, 16)]
@@ -21,6 +22,11 @@ def worked(a: int, b: int) -> list[dict[str, str]]:
     ]
 
 
+def row(before: list[dict[str, str]], a: int, b: int) -> dict[str, Any]:
+    asked = worked(a, b)[0]
+    return {"question": [*before, asked], "product": asked["content"], "answer": str(a * b)}
+
+
 def main(folder: Path) -> None:
     pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if (a, b) not in SHOWN]
     random.Random(0).shuffle(pairs)
@@ -28,7 +34,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
         chosen, pairs = pairs[:size], pairs[size:]
-        rows = [{"question": [*before, worked(a, b)[0]], "answer": str(a * b)} for a, b in chosen]
+        rows = [row(before, a, b) for a, b in chosen]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

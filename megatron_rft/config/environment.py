@@ -25,6 +25,11 @@ class Base(Section):
     roles: ClassVar[tuple[str, ...]] = ("user",)  # of the messages between turns
 
     @property
+    def segments(self) -> int:
+        """The most sequences of an episode."""
+        return 1
+
+    @property
     def name(self) -> str:
         """For messages."""
         return self.kind
@@ -109,6 +114,10 @@ class Program(Base, kind="program", without=("turn_timeout_s",)):
     @property
     def name(self) -> str:
         return " ".join(self.command)
+
+    @property
+    def segments(self) -> int:
+        return min(self.max_segments, self.max_turns)
 
     @property
     def code(self) -> list[str]:

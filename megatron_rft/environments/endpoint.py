@@ -154,7 +154,12 @@ class Endpoint:
         tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
         most = asked.get("max_completion_tokens") or asked.get("max_tokens")
         stop = asked.get("stop") or []
-        asks = episode.ask(messages, tools, asked.get("n") or 1, most, [stop] if isinstance(stop, str) else stop)
+        stop = [stop] if isinstance(stop, str) else stop
+        try:
+            asks = episode.ask(messages, tools, asked.get("n") or 1, most, stop)
+        except Refused as error:
+            self._tell(error.code, f"a program's request was refused: {error}")
+            raise
         answers = [await asyncio.wrap_future(ask.answer) for ask in asks]
         spoken, choices = episode.world.spoken, []
         for message, turn in answers:
@@ -176,10 +181,14 @@ class Endpoint:
                 why = "the policy is trained on its own distribution, and the engine returns nothing else"
                 raise Refused(400, f"{name} is not supported: {why}")
         for name, why in OVERRULED.items():
-            if asked.get(name) is not None and name not in self.told:
-                self.told.add(name)
-                value = f"{name}={asked[name]!r:.20}"
-                print(f"environment: the program asks for {value}; {why}", flush=True)
+            if asked.get(name) is not None:
+                self._tell(name, f"the program asks for {name}={asked[name]!r:.20}; {why}")
+
+    def _tell(self, name: str, what: str) -> None:
+        """Once for each name."""
+        if name not in self.told:
+            self.told.add(name)
+            print(f"environment: {what}", flush=True)
 
     # ---- answers
 

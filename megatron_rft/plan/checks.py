@@ -99,7 +99,7 @@ def check(
         ),
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
-        *([environment_line(recipe.environment, recipe.rollout.max_response_tokens)] if recipe.environment else []),
+        *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
@@ -349,12 +349,18 @@ def _given_batch(recipe: Recipe) -> list[str]:
     return lines
 
 
-def environment_line(environment: AnyEnvironment, longest: int) -> str:
+def environment_line(environment: AnyEnvironment, rollout: Rollout, prompt: int, budget: int) -> str:
     each = f" of up to {environment.turn_tokens} tokens" if environment.turn_tokens else ""
-    return (
-        f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; a response has up to "
-        f"{longest} tokens with the environment's"
+    several, most = environment.segments > 1, environment.segments * (prompt + rollout.max_response_tokens)
+    line = f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; a "
+    line += (
+        f"{'segment' if several else 'response'} has up to {rollout.max_response_tokens} tokens with the environment's"
     )
+    if several:
+        line += f", an episode up to {environment.segments} segments, {most} tokens with their prompts"
+    if several and most > budget:
+        line += f"; an episode beyond {budget} (batching.micro_batch_tokens) takes more memory than is counted here"
+    return line
 
 
 def _generation(generation: Generation, rollout: Rollout, run: Run) -> list[str]:

@@ -104,13 +104,15 @@ def refused() -> None:
             found[name] = "answered"
         except urllib.error.HTTPError as error:
             told = json.load(error)["error"]
-            found[name] = [error.code, told["code"], told["message"]]
+            found[name] = [error.code, told.get("code", told["type"]), told["message"]]
 
     hi = [user("hi")]
     note("key", {"messages": hi}, key="wrong")
     note("bias", {"messages": hi, "logit_bias": {"5": 3}})
     note("json", {"messages": hi, "response_format": {"type": "json_object"}})
     note("image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
+    picture = [{"type": "image", "source": {}}]
+    note("picture", {"max_tokens": 9, "messages": [{"role": "user", "content": picture}]}, path="/messages")
     note("no messages", {"prompt": "hi"})
     note("no object", "hi")
     note("role", {"messages": [{"role": "wizard", "content": "hi"}]})
@@ -121,6 +123,14 @@ def refused() -> None:
     note("turns", {"messages": hi, "n": 9})
     note("segments", {"messages": hi, "n": 4})
     Path("refused.json").write_text(json.dumps(found))
+
+
+def waits() -> None:
+    """Reads a stream line by line while the policy takes its time."""
+    body = json.dumps({"messages": [user("hi")], "stream": True}).encode()
+    request = urllib.request.Request(URL + "/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request) as answer:
+        Path("lines.txt").write_bytes(answer.read())
 
 
 def retries() -> None:

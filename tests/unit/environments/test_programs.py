@@ -3,6 +3,7 @@ of one segment, and nothing of a program stays."""
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.unit.environments.test_template import CHATML
 from tests.unit.inference.tiny import CONFIGS, build_engine, build_model
 
 pytest.importorskip("aiohttp")
+from megatron_rft.environments import endpoint  # noqa: E402
 from megatron_rft.environments.program import KEPT  # noqa: E402
 from megatron_rft.environments.programs import Programs, scripted  # noqa: E402
 
@@ -310,6 +312,7 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
         "bias": [400, "unsupported"],
         "json": [400, "unsupported"],
         "image": [400, "unsupported"],
+        "picture": [400, "invalid_request_error"],
         "no messages": [400, "unsupported"],
         "no object": [400, "unsupported"],
         "role": "answered",
@@ -321,7 +324,25 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
         "segments": [400, "max_segments"],
     }
     assert "maximum context length is" in found["long"][2] and "only text" in found["image"][2]
-    assert capsys.readouterr().out.count("temperature=0.0; the recipe's sampling counts") == 1
+    assert "content of type 'image' is not supported: only text" in found["picture"][2]
+    log = capsys.readouterr().out
+    assert log.count("temperature=0.0; the recipe's sampling counts") == 1
+    assert log.count("a program's request was refused: This model's maximum context length is") == 1
+
+
+def test_a_stream_is_kept_alive_while_the_policy_takes_its_time(play, chat_engine, tokenizer, monkeypatch):
+    monkeypatch.setattr(endpoint, "KEEP_ALIVE_S", 0.1)
+    generate = chat_engine.generate
+
+    def slow(wave, given):
+        time.sleep(1.0)
+        yield from generate(wave, given)
+
+    chat_engine.generate = slow
+    (response,) = only(play("waits", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    lines = json.loads(response.score.reason)["files"]["lines.txt"].split("\n\n")
+    alive = [line == ": keep-alive" for line in lines]
+    assert 3 <= sum(alive) == alive.index(False) and lines[-2] == "data: [DONE]", lines
 
 
 def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
@@ -410,6 +431,42 @@ def test_a_script_of_a_shell(tokenizer):
     template, problem = Template(tokenizer, (tokenizer.eos_token_id,)), requests(tokenizer)[0].problem
     (response,) = scripted(options, template, [(problem, ["yes"])], 2000, HERE / "never")
     assert json.loads(response.score.reason)["files"] == {"result.txt": "done\n"}
+
+
+DOCKER = """#!/bin/sh
+# In place of docker: it writes what it was told, and runs the command in the working folder that it was given.
+printf '%s\\n' "$@" > told.txt
+while [ "$1" != image ]; do shift; done
+shift
+exec "$@"
+"""
+CONTAINERS = {
+    "docker": 'docker run --rm --network=host -v "$E:$E" -w "$PWD" -e OPENAI_BASE_URL -e OPENAI_API_KEY '
+    "-e MEGATRON_RFT_ROW -e MEGATRON_RFT_MODEL image",
+    "unshare": "unshare --user --map-root-user --mount --pid --fork --kill-child",
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_program_in_a_container(tokenizer, tmp_path, monkeypatch, name):
+    """The line of docs/agents.md, with a script in place of docker; and one with namespaces of the kernel."""
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if name == "unshare" and subprocess.run(["sh", "-c", f"{CONTAINERS[name]} true"], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    line = f'E=$(dirname "$MEGATRON_RFT_ROW"); exec {CONTAINERS[name]} {sys.executable} {AGENT} looks'
+    options = Program(kind="program", command=["sh", "-c", line], score=f"{GRADERS}:files")
+    template, problem = Template(tokenizer, (tokenizer.eos_token_id,)), requests(tokenizer)[0].problem
+    (response,) = scripted(options, template, [(problem, ["yes"])], 2000, tmp_path / "log")
+    files = json.loads(response.score.reason)["files"]
+    seen = json.loads(files["seen.json"])
+    assert seen["row"]["question"] == "problem 0" and len(response.turns) == 1
+    if name == "docker":
+        told, folder = files["told.txt"].splitlines(), str(Path(seen["folder"]).parent)
+        assert told[told.index("-v") + 1] == f"{folder}:{folder}" and told[told.index("-w") + 1] == seen["folder"]
+        given = {told[place + 1] for place, word in enumerate(told) if word == "-e"}
+        assert given <= {*seen["environment"]} and seen["environment"]["MEGATRON_RFT_ROW"].startswith(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""Whole runs with a program whose episodes have several segments: beside each other feature, on two ranks, killed."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rft.commands import environment
+from megatron_rft.config import load
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.tracking.metrics import SAMPLES_FILE
+from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.files import read_json_lines
+from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
+from tests.integration.tiny import kill, make_mixture, metrics, start, train, wait_until, write_recipe
+
+pytest.importorskip("aiohttp")
+AGENT = Path(__file__).with_name("tiny_agent.py")
+PROGRAM = {
+    "kind": "program",
+    "command": [sys.executable, str(AGENT)],
+    "max_turns": 5,
+    "turn_tokens": 2,
+    "score": f"{AGENT}:grade",
+    "processes": 2,
+}
+ROLLOUT = {"max_response_tokens": 12, "group_size": 4}
+
+
+def write(folder: Path, **sections) -> Path:
+    sections["rollout"] = ROLLOUT | sections.get("rollout", {})
+    sections["environment"] = PROGRAM | sections.get("environment", {})
+    return write_recipe(folder, **{"run": {"steps": 2}} | sections)
+
+
+def check(folder: Path) -> list[dict]:
+    lines = metrics(folder / "run")
+    for line in lines[1:]:
+        assert line["environment/errors"] == 0
+        assert line["environment/turns_mean"] == 5 and line["environment/segments_mean"] == 4
+        assert line["reward/mean"] > 0 and line["policy/grad_norm"] > 0
+    return lines
+
+
+PARTS = {
+    "plain": {},
+    "lora": {"lora": {"rank": 4, "alpha": 8.0}},
+    "truncated": {"rollout": {"top_k": 3, "top_p": 0.9}},
+    "process": {"rollout": {"placement": "process"}},
+    "stale": {"rollout": {"placement": "process", "staleness": 1}, "algorithm": {"importance": "truncated"}},
+    "pipo": {"pipo": {"window": 2, "learning_rate": 1e-2}, "algorithm": {"old_logprobs": "recompute"}},
+    "ppo": {"algorithm": {"name": "ppo", "kl_coefficient": None}, "critic": {"lr": 1e-3}},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_beside_another_feature(tmp_path, name):
+    status, output = train(write(tmp_path, **PARTS[name]))
+    assert status == 0, output[-3000:]
+    last = check(tmp_path)[-1]
+    if name in ("plain", "truncated", "process", "ppo"):
+        assert abs(last["mismatch/kl"]) < 1e-6, "the trainer's log-probs are the engine's"
+
+
+def test_with_the_experts_of_the_engine(tmp_path):
+    recipe = write(tmp_path)
+    make_mixture(tmp_path)
+    status, output = train(recipe)
+    assert status == 0, output[-3000:]
+    last = check(tmp_path)[-1]
+    assert last["routes/siblings_differ"] == 0 and abs(last["mismatch/kl"]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement": "colocated"},
+        {"placement": "process"},
+        {"placement": "server", "staleness": 2},
+        {"placement": "process", "staleness": 2, "cache_after_sync": "recompute"},
+    ],
+    ids=["rank", "process", "server", "partial"],
+)
+def test_with_vllm(tmp_path, options):
+    stale = {"algorithm": {"importance": "truncated"}} if options.get("staleness") else {}
+    recipe = write(tmp_path, rollout={"engine": "vllm"} | options, run={"steps": 4}, **stale)
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
+    status, output = train(recipe, forked=False)
+    assert status == 0, output[-3000:]
+    assert len(check(tmp_path)) == 5
+
+
+def test_two_ranks_take_the_same_step(tmp_path):
+    """The gradients of the first step, and the weights after it, of one rank and of two."""
+    found = []
+    for ranks in ("1", "2"):
+        folder = tmp_path / ranks
+        status, output = train(write(folder, run={"steps": 1}, optimizer={"lr": 1e-3}), "--nproc", ranks)
+        assert status == 0, output[-3000:]
+        (_, line), weights = check(folder), load_file(folder / "run/export/model.safetensors")
+        found.append((line["policy/grad_norm"], line["reward/mean"], weights))
+    (norm, reward, weights), (other_norm, other_reward, others) = found
+    assert reward == other_reward and norm == pytest.approx(other_norm, rel=1e-5)
+    assert max(torch.dist(weights[name], others[name]) for name in weights) < 1e-5
+
+
+def test_killed_in_a_step_and_resumed_it_ends_with_the_same_bits(tmp_path):
+    """Unfinished episodes are played again. Nothing of the killed run's programs is left."""
+    recipe = write(tmp_path, run={"steps": 5}, checkpoint={"every": 1})
+    status, output = train(recipe)
+    assert status == 0, output[-3000:]
+    out = tmp_path / "killed"
+    killed_in_a_step(recipe, out)
+    status, output = train(recipe, f"run.output_dir={out}")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(out, tmp_path / "run")
+
+
+def killed_in_a_step(recipe: Path, out: Path) -> None:
+    process = start(recipe, f"run.output_dir={out}")
+    wait_for_step(out, process, step=1)
+    wait_until(lambda: bool(list(out.glob("checkpoints/step_??????/run.json"))), process)
+    assert wait_until(lambda: bool(agents()), process), "in the middle of a step"
+    played = agents()
+    kill(process)
+    process.wait()
+    deadline = time.monotonic() + 30
+    while played & agents() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not played & agents()
+
+
+def agents() -> set[int]:
+    """Processes that play the program."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        path = Path("/proc") / pid / "cmdline"
+        if path.exists() and bytes(AGENT) in path.read_bytes():
+            found.add(int(pid))
+    return found
+
+
+def test_a_program_that_does_not_repeat_itself_leaves_the_run_valid(tmp_path):
+    anew = {"command": [*PROGRAM["command"], "random"]}
+    recipe = write(tmp_path, run={"steps": 5}, checkpoint={"every": 1}, environment=anew)
+    killed_in_a_step(recipe, tmp_path / "run")
+    status, output = train(recipe)
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    check(tmp_path)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_check_names_a_program_that_does_not_repeat_itself(tmp_path):
+    arguments = argparse.Namespace(episodes=4, turns=None)
+    anew = {"command": [*PROGRAM["command"], "random"]}
+    with pytest.raises(RunFailed, match=r"problem [0-3]: the program asked otherwise the second time"):
+        environment.run(load(write(tmp_path, environment=anew), []), arguments)
+
+
+def test_samples_have_the_segments(tmp_path):
+    status, output = train(write(tmp_path, run={"steps": 1}))
+    assert status == 0, output[-3000:]
+    (sample, *_) = [each for line in read_json_lines(tmp_path / "run" / SAMPLES_FILE) for each in line["samples"]]
+    assert len(sample["turns"]) == 5 and len(sample["segments"]) >= 4

@@ -1,0 +1,47 @@
+"""A program for the tiny run, and its score: `python tiny_agent.py [random]`.
+
+A conversation of two turns, two sub-agents in parallel, and a compacted history: five turns in four segments. With
+`random` it does not repeat itself.
+"""
+
+import json
+import os
+import random
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def ask(messages: list[dict]) -> dict:
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def play(question: str) -> list[str]:
+    messages = [user(question)]
+    for said in "01":
+        messages += [ask(messages), user(said)]
+    with ThreadPoolExecutor(2) as threads:
+        others = list(threads.map(ask, [[user("2")], [user("3")]]))
+    last = random.SystemRandom().choice("01234") if "random" in sys.argv else "4"
+    answers = [messages[1], messages[3], *others, ask([user(last * 2)])]
+    return [answer["content"] for answer in answers]
+
+
+def grade(row: dict, folder: Path, status: int, conversation: list[dict]) -> float:
+    """How many answers are a zero."""
+    answers = json.loads((folder / "answers.json").read_text())
+    return sum(answer == "0" for answer in answers) / len(answers)
+
+
+if __name__ == "__main__":
+    row = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
+    Path("answers.json").write_text(json.dumps(play(row["question"])))
