@@ -5,7 +5,6 @@ utils/errors.py has the exit statuses; Ctrl-C before there is anything to save e
 """
 
 import argparse
-import importlib
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from megatron_rft.config import load
 from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
 from megatron_rft.utils.errors import USER_ERROR, exit_status
+from megatron_rft.utils.late_imports import lean_import
 
 # Warnings of torch and megatron-core on every rank about which users can do nothing.
 NOISE = (
@@ -66,5 +66,5 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Call `run` in the command's file, with the validated recipe if the command takes one."""
     recipe = [load(args.recipe, args.overrides)] if hasattr(args, "recipe") else []
-    command = importlib.import_module(f"megatron_rft.commands.{FILES.get(args.command, args.command)}")
+    command = lean_import(f"megatron_rft.commands.{FILES.get(args.command, args.command)}")
     return command.run(*recipe, args)

@@ -23,6 +23,7 @@ from megatron_rft.plan import check, check_store_is_there, check_writable, make_
 from megatron_rft.plan.search import Search
 from megatron_rft.utils import run_lock
 from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, ConfigError, UserError, exit_status
+from megatron_rft.utils.late_imports import lean_import
 from megatron_rft.utils.processes import STOP_SIGNALS
 
 HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new files that others do not get
@@ -67,9 +68,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
             launcher.use_one_gpu()
 
         def start() -> int:
-            from megatron_rft import training  # imports torch
-
-            return training.train(recipe)
+            return lean_import("megatron_rft.training").train(recipe)  # imports torch
 
         return work(recipe.run.output_dir, start)
 

@@ -1,0 +1,79 @@
+"""Lets torch's compiler, SymPy and TensorBoard load at their first use on a CPU, where nothing is compiled: three of
+ten seconds of processor time until step 1. transformers, torch.distributed.tensor and megatron-core import them."""
+
+import gc
+import sys
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megatron_rft.utils.device import has_cuda_device
+
+
+def _same(function: Any = None, *args: Any, **options: Any) -> Any:
+    """A decorator for the compiler, which is not there."""
+    return function or _same
+
+
+# Module -> what its names are before it is loaded; None: what loads it when it is called. Other names load it at once.
+_CACHES = SimpleNamespace(clear_lru_cache=lambda: None, get_legacy_mod_inlinelist=SimpleNamespace(cache_clear=int))
+_COMPILER = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _same)
+_SYMBOLS = ("guard_or_false", "statically_known_true", "GuardOnDataDependentSymNode")
+LATE: dict[str, dict[str, Any]] = {
+    "torch._dynamo": _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": None},
+    "torch.fx.experimental.symbolic_shapes": dict.fromkeys(_SYMBOLS),
+    "torch.utils.tensorboard": {"SummaryWriter": None},
+}
+
+
+class LateModule(ModuleType):
+    """A module that runs its code when one of its names is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in LATE[self.__name__]:
+            return getattr(load(self), name)
+        # An exception, so that `except` takes it.
+        call = {"__new__": lambda _, *args, **named: getattr(load(self), name)(*args, **named)}
+        return LATE[self.__name__][name] or type(name, (Exception,), call)
+
+
+def load(module: ModuleType | None) -> ModuleType | None:
+    """Run the code of a late module, after that of its package."""
+    if isinstance(module, LateModule):
+        load(sys.modules.get(module.__name__.rpartition(".")[0]))
+        module.__class__ = ModuleType
+        module.__spec__.loader = module.__loader__ = module.__spec__.loader_state
+        module.__loader__.exec_module(module)
+    return module
+
+
+class _Finder(Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in LATE or not (spec := PathFinder.find_spec(name, path)):
+            load(sys.modules.get(name.rpartition(".")[0]))  # other modules of a package need its own code
+            return None
+        spec.loader, spec.loader_state = self, spec.loader
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return LateModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Its code runs later."""
+
+
+def lean_import(name: str) -> ModuleType:
+    """Import without loading the modules of LATE, then and later, and without looking for garbage in what stays."""
+    if not has_cuda_device() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
