@@ -6,6 +6,7 @@ data.validation, or the store's held-out problems; the run exports the model wit
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Run
 from megatron_rft.conversion import shard
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
+from megatron_rft.data import hidden_states
 from megatron_rft.data import trajectories as store
-from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
+from megatron_rft.data.hidden_states import HiddenCache
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.images import PromptImages
 from megatron_rft.data.stream import Stream
@@ -55,12 +57,7 @@ class Reference:
     its full distribution, which a forward KL and FPA need: each step by a forward pass with the reference's weights
     (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`).
 
-    `digest`: of the data. It is made before the model is built, so that what is wrong with an existing cache shows
-    early.
-
-    Raises:
-        DataError: the cache is incomplete or of another run's data or model, or its folder holds other files.
-    """
+    `digest`: of the data."""
 
     def __init__(self, model: Model, run: Run, options: Offline, digest: str):
         self.model, self.seed, self.weights, self.cache = model, run.seed, None, None
@@ -76,25 +73,22 @@ class Reference:
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        if self.cached:
-            self.folder = Path(options.reference_cache or Path(run.output_dir) / "reference_cache")
-            if self.folder.exists() and any(self.folder.iterdir()):
-                HiddenCache(self.folder, self.facts)
+        self.folder = Path(run.output_dir) / "reference_cache"
 
     def join(self, actor: Actor, data: Batch) -> Batch:
         """Return the whole data set with the reference's log-probs and each token's index in it. The actor has the
         initial weights."""
         self.actor = actor
-        kept = _kept_logprobs(self.logprobs_file, self.facts)
-        missing = self.cached and not parallel.on_main((self.folder / INDEX).is_file)
+        logprobs = _kept_logprobs(self.logprobs_file, self.facts)
         recomputed = self.compares and not self.cached
-        if kept is None or missing or recomputed:
+        if logprobs is None or recomputed:
             self.weights = build.reference_weights(self.model, self.seed, actor)
-        logprobs = kept if kept is not None else self._logprobs(data)
-        if self.cached:
-            if missing:
+        if logprobs is None:
+            if self.cached:
                 self._write_cache(data)
-            self.cache, self.output = self._open_cache()
+            logprobs = self._logprobs(data)  # this file says that the cache is whole, too
+        if self.cached:
+            self.cache, self.output = HiddenCache(self.folder), self._output_rows()
         if not recomputed:
             self.weights = None
         return data.with_tokens(ref_logprobs=logprobs, data_index=torch.arange(len(data.response_ids)))
@@ -123,43 +117,31 @@ class Reference:
     def _write_cache(self, data: Batch) -> None:
         """Collective. One rank of the last pipeline stage writes."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
-        writer = Writer(self.folder) if writes else None
+        if writes:
+            shutil.rmtree(self.folder, ignore_errors=True)  # what a killed start has written
         with self.actor.use_weights(self.weights):
-            for chunk in chunks(data):
+            for number, chunk in enumerate(chunks(data)):
                 hidden = self.actor.hidden_states(data.select(chunk))
-                if writer:
-                    writer.add(hidden)
-        if writer:
-            writer.finish(self._output_weight().to(self.dtype), self.facts)
-            hf_config, tokens = self.actor.hf_config, writer.tokens
-            each, logits = (size * self.dtype.itemsize for size in (hf_config.hidden_size, hf_config.vocab_size))
-            print(
-                f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {self.folder}; "
-                f"logits would take {logits} bytes a token, {logits / each:.0f} times as much",
-                flush=True,
-            )
+                if writes:
+                    hidden_states.write(self.folder, number, hidden)
+        if writes:
+            tokens, size = len(data.response_ids), self.actor.hf_config.hidden_size * self.dtype.itemsize
+            print(f"reference cache: {tokens} tokens of {size} bytes in {self.folder}", flush=True)
         dist.barrier()
 
-    def _output_weight(self) -> Tensor:
-        """[V, H] the whole output matrix."""
+    def _output_rows(self) -> Tensor:
+        """[padded V / tp, H] this rank's rows of the output matrix."""
         hf_config, given = self.actor.hf_config, self.model.reference
         (name,) = self.actor.mapping.hf_names("output_layer.weight")
         if given is None:
-            return build.start_weights(self.model, self.seed, hf_config)(name)
-        return weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)
-
-    def _open_cache(self) -> tuple[HiddenCache, Tensor]:
-        """The verified cache, and this rank's rows of its output matrix."""
-        cache = HiddenCache(self.folder, self.facts)
-        torn = [path for path in parallel.gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
-        if torn:
-            raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {self.folder}")
-        part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())
-        if parallel.is_last_stage():
-            own = models.output_weight(self.actor.models[-1])
-            part = part.to(own.device, own.dtype)
-            assert len(part) == len(own), f"output matrix: {len(part)} rows in the cache, {len(own)} in the model"
-        return cache, part
+            whole = build.start_weights(self.model, self.seed, hf_config)(name)
+        else:
+            whole = weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)
+        part = shard("output_layer.weight", whole.to(self.dtype), parallel.tp_size(), parallel.tp_rank())
+        if not parallel.is_last_stage():
+            return part
+        own = models.output_weight(self.actor.models[-1])
+        return part.to(own.device, own.dtype)
 
 
 def chunks(data: Batch) -> list[Tensor]:

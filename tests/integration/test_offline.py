@@ -168,26 +168,18 @@ def test_the_best_adapters_are_exported(folder, tmp_path):
 
 
 def test_cached_hidden_states_train_the_same_model(folder, tmp_path):
-    """Bit for bit without shared prompts, which change the rounding."""
-    cache, alone = tmp_path / "cache", "batching.share_prompts=off"
-    options = ["algorithm.reference=cached_hidden", f"algorithm.reference_cache={cache}", alone]
-    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/run", *options)
-    assert status == 0 and "reference cache:" in output and "logits would take" in output, output[-3000:]
-    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/recomputed", alone)
-    assert status == 0, output[-3000:]
+    """Bit for bit without shared prompts, which change the rounding. They are computed once."""
+    outputs = []
+    for name, options in (("run", ["algorithm.reference=cached_hidden"]), ("recomputed", [])):
+        for steps in (["run.steps=2"], []):
+            given = [f"run.output_dir={tmp_path}/{name}", "batching.share_prompts=off", *options, *steps]
+            status, output = train(folder / "offline.yaml", *given)
+            assert status == 0, output[-3000:]
+            outputs.append(output)
+    assert ["reference cache:" in output for output in outputs] == [True, False, False, False]
+    assert "resumed after step 2" in outputs[1]
     ours, theirs = (tmp_path / run / "export/model.safetensors" for run in ("run", "recomputed"))
     assert ours.read_bytes() == theirs.read_bytes()
-    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/again", *options, "run.steps=2")
-    assert status == 0 and "reference cache:" not in output, output[-3000:]  # it was built once
-    for number, (changed, message) in enumerate(
-        (
-            (["run.seed=5", "model.initialise=random"], "was made of another model"),
-            (["model.precision=bf16"], "was made of another dtype: float32 there, bfloat16 now"),
-            ([f"algorithm.reference_cache={folder}/model"], "is no whole cache of hidden states"),
-        )
-    ):
-        status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/{number}", *options, *changed)
-        assert status == 2 and message in output, output[-3000:]
 
 
 def test_weights_that_saturate_have_their_alarm(folder, tmp_path):

@@ -18,7 +18,7 @@ from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms.offline import FPA, OffRL
-from megatron_rft.data.hidden_states import HiddenCache, Writer
+from megatron_rft.data.hidden_states import HiddenCache, write
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
@@ -49,11 +49,9 @@ def batch_of(args: argparse.Namespace, vocab: int) -> Batch:
 
 
 def cache_of(actor: Actor, batch: Batch, folder: Path) -> tuple[HiddenCache, torch.Tensor]:
-    weight = models.output_weight(actor.models[-1]).detach().clone()
-    writer = Writer(folder)
-    writer.add(actor.hidden_states(batch))
-    writer.finish(weight.cpu(), {})
-    return HiddenCache(folder, {}), weight
+    """The reference's hidden states on disk, and its output matrix."""
+    write(folder, 0, actor.hidden_states(batch))
+    return HiddenCache(folder), models.output_weight(actor.models[-1]).detach().clone()
 
 
 def clock(device: torch.device) -> float:

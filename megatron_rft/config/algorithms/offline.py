@@ -111,9 +111,7 @@ class OffRL(Offline, name="off_rl"):
     all tokens."""
     reference: Literal["recompute", "cached_hidden"] = "recompute"
     """The source of the reference's distribution. recompute: a forward pass in each step. cached_hidden: hidden states
-    on disk."""
-    reference_cache: str | None = None
-    """Folder of those hidden states; it is created if missing. None: a folder of the run."""
+    in the run's folder, computed once."""
 
     @property
     def compares_distributions(self) -> bool:
@@ -123,7 +121,6 @@ class OffRL(Offline, name="off_rl"):
         self.unused(not self.kl_coefficient, "while kl_coefficient is 0", "kl_aggregation")
         alone = not self.compares_distributions
         self.unused(alone, f"while kl_coefficient is 0: {self.name} needs no distribution then", "reference")
-        self.unused(self.reference != "cached_hidden", "unless reference is cached_hidden", "reference_cache")
 
 
 class FPA(OffRL, name="fpa"):
