@@ -5,7 +5,8 @@
 #
 #   bash examples/vision/run.sh [--nproc N] [--seed S] [--out FOLDER] [--blank] [section.option=value ...]
 #
-# --blank trains on blank pictures, from which nothing can be learnt. The options after the flags go to grpo.yaml. Started again after a stop, it resumes.
+# --blank trains on blank pictures, from which nothing can be learnt. The options after the flags go to grpo.yaml.
+# Started again after a stop, it resumes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -31,7 +31,7 @@ class Tower:
 
     def activations(self, patches: int, trained: bool) -> int:
         """Elements that the tower keeps for its backward pass; of a frozen one those of the block at work."""
-        block = 9 * self.hidden + 2 * self.ffn if self.deep else 13 * self.hidden + 4 * self.ffn
+        block = 10 * self.hidden + 2 * self.ffn if self.deep else 14 * self.hidden + 4 * self.ffn
         return patches * (block * (self.depth if trained else 1) + 8 * self.hidden)
 
     def flops(self, patches: int, trained: bool) -> float:
@@ -45,5 +45,5 @@ class Tower:
         tokens, cost = height * width // self.merge**2, self.flops(height * width, vision == "trained")
         return (
             f"vision tower: {self.whole / 1e6:.1f} M parameters, {vision}, on ranks of the first stage; an image of "
-            f"{height * self.patch} x {width * self.patch} pixels: {tokens} tokens, {cost / 1e12:.1f} TFLOP"
+            f"{height * self.patch} x {width * self.patch} pixels: {tokens} tokens, {cost / 1e9:,.1f} GFLOP"
         )

@@ -252,26 +252,22 @@ class Step:
 
     def _built(self, make: Callable[[], Any]) -> Any:
         """Build models and load them (loading.py)."""
+        import torch
+
         with self.ledger.during("start"), self.ledger.holding("optimizer"):
             models = make()
             for actor in models.trained.values():
                 actor.optimizer.fill_in()
-        if self.recipe.data.image_field:
-            self._see(models)
+        if self.recipe.data.image_field:  # images without values
+            grid, c = self._grid(), self.hf_config.vision_config
+            pixels = torch.empty(math.prod(grid), 3 * c.temporal_patch_size * c.patch_size**2)
+            models.see(SimpleNamespace(grids=lambda _: [grid], pixels=lambda _: pixels))
         return models
 
     def _grid(self) -> tuple[int, int, int]:
         """Return the patches of the image in each prompt."""
         tower = read_shape(find_model(self.recipe.model.path)).tower
         return tower.grid(self.recipe.data, max(self.recipe.data.max_prompt_tokens // 2, 1))
-
-    def _see(self, models: Any) -> None:
-        """Let the models compute images without values."""
-        import torch
-
-        grid, c = self._grid(), self.hf_config.vision_config
-        pixels = torch.empty(math.prod(grid), 3 * c.temporal_patch_size * c.patch_size**2)
-        models.see(SimpleNamespace(grids=lambda _: [grid], pixels=lambda _: pixels))
 
     def _batch(self, group: int, most: int) -> Any:
         """Return micro-batches for every data-parallel rank, with at most as many sequences as the run has."""

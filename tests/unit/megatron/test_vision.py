@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Batching, Megatron, load
+from megatron_rft.config.lora import Lora
+from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import whole_config
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, vision
@@ -19,7 +23,7 @@ from megatron_rft.plan.memory import state_of
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError, DataError
-from tests.families import IMAGE, SEEING
+from tests.families import IMAGE, SEEING, transformers_class
 
 CPU = torch.device("cpu")
 
@@ -176,3 +180,19 @@ def test_the_plan_counts_the_tower(ranks, tmp_path, family, vision_):
     trained = [tensor for tensor in actor.tensors(frozen=True) if tensor.requires_grad]
     assert found.gradients == sum(tensor.nbytes for tensor in trained)
     assert any(tensor is actor.models[0].visual.patch_embed.proj.weight for tensor in trained) == (vision_ == "trained")
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_a_folder_of_adapters_has_transformers_names_and_none_of_the_tower(tmp_path, family):
+    config, options = SEEING[family], Lora(rank=2)
+    given = {name: torch.randn(shape) for name, shape in lora.shapes(config, options).items()}
+    lora.write(tmp_path, given.items(), options, config, "base", "print")
+    stored = load_file(tmp_path / lora.TENSORS)
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in stored)
+    read = lora.read(tmp_path, options, config, "print")
+    assert len(stored) == len(given) and all(torch.equal(read(name), tensor) for name, tensor in given.items())
+    with torch.device("meta"):
+        model = transformers_class(config).from_config(whole_config(config))
+    adapted = get_peft_model(model, LoraConfig.from_pretrained(tmp_path))
+    names = {n.replace(".default", "") for n, _ in adapted.named_parameters() if "lora_" in n}
+    assert names == stored.keys()
