@@ -196,7 +196,8 @@ class Decoder:
             mask = bias[:, None, None]  # [L, 1, 1, S]
         hidden = self.model.base_model(input_ids=ids, attention_mask=mask, **options).last_hidden_state
         logits = self.model.get_output_embeddings()(hidden[:, -1])
-        logits[:, list(self.never)] = float("-inf")
+        if self.never:
+            logits[:, list(self.never)] = float("-inf")
         return logits
 
     def _append(self, rows: list[Unfinished], logits: Tensor, u: Tensor) -> Tensor:
