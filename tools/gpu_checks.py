@@ -44,6 +44,7 @@ from megatron_rft.plan.model_shape import ModelShape  # noqa: E402
 from megatron_rft.records import Batch  # noqa: E402
 
 GPU = torch.cuda.is_available()
+LARGE = GPU and "PRETEND_LIBRARY" not in os.environ  # elsewhere, also on tools/cuda_without_gpu, everything is small
 DEVICE = torch.device("cuda" if GPU else "cpu")
 CHIP = next((c for c in reversed(DEVICES.values()) if GPU and c.name in torch.cuda.get_device_name()), None)
 MISSING = 77  # exit status
@@ -102,10 +103,10 @@ def ceilings() -> Iterator[Row]:
     if GPU:
         about = torch.cuda.get_device_properties(0)
         yield "device", about.name, f"{about.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
-    size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
+    size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
     yield "matrix product", f"{2 * size**3 / seconds(lambda: a @ b, 5) / 1e12:.2f} TFLOP/s", str(dtype)
-    size = (4 << 30) if GPU else (64 << 20)
+    size = (4 << 30) if LARGE else (64 << 20)
     there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
     copies = {
@@ -122,7 +123,7 @@ def ceilings() -> Iterator[Row]:
 
 
 def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tensor, ...]:
-    tokens, vocabulary, _ = LOGPROBS if GPU else (256, 8192, 0)
+    tokens, vocabulary, _ = LOGPROBS if LARGE else (256, 8192, 0)
     generator = torch.Generator(DEVICE).manual_seed(0)
     make = partial(torch.randn, generator=generator, device=DEVICE)
     hidden, weight = make(tokens, hidden_size).to(dtype) * 0.25, make(vocabulary, hidden_size).to(dtype) * 0.25
@@ -145,11 +146,11 @@ def logprobs_in_float64() -> Iterator[Row]:
 
 def logprob_speed() -> Iterator[Row]:
     dtype = torch.bfloat16 if GPU else torch.float32
-    hidden, weight, targets = logprob_arguments(dtype, LOGPROBS[2] if GPU else 64)
+    hidden, weight, targets = logprob_arguments(dtype, LOGPROBS[2] if LARGE else 64)
     hidden.requires_grad_(), weight.requires_grad_()
     floor = seconds(lambda: hidden.detach() @ weight.detach().t())
     logits = len(hidden) * len(weight) * dtype.itemsize
-    for block in (16, 64, 256, 1024) if GPU else (4, 16):
+    for block in (16, 64, 256, 1024) if LARGE else (4, 16):
 
         def both(block: int = block) -> None:
             hidden.grad = weight.grad = None
@@ -273,7 +274,7 @@ def slice_actor(config: dict, precision: str) -> Actor:
         tensor = torch.randn(shapes[name], generator=generator, device=DEVICE, dtype=torch.bfloat16)
         return tensor * 0.02 if tensor.dim() > 1 else torch.ones_like(tensor)
 
-    return make_actor(config, precision, MICRO_BATCH if GPU else MICRO_BATCH // 32, lookup)
+    return make_actor(config, precision, MICRO_BATCH if LARGE else MICRO_BATCH // 32, lookup)
 
 
 def case_batch(case: Case, vocabulary: int) -> Batch:
@@ -286,15 +287,15 @@ def case_batch(case: Case, vocabulary: int) -> Batch:
 
 def speed(layers: str, precision: str, cases: list[Case], model: dict, fewer: int = 0) -> Iterator[Row]:
     """Yield tokens/s, MFU by the data sheet and peak memory of forward and backward passes, and the optimizer's time.
-    `fewer`: layers than fit by `plan`. Without a GPU everything is small."""
+    `fewer`: layers than fit by `plan`."""
     if layers != "torch":
         need("transformer_engine", (8, 9) if precision == "fp8" else (0, 0))
-    if not GPU:
-        model, precision = model | SMALL, "fp32"
+    if not LARGE:
+        model, precision = model | SMALL, precision if GPU else "fp32"
         cases = [dataclasses.replace(c, prompt=c.prompt // 32, response=c.response // 32) for c in cases]
     size = torch.cuda.get_device_properties(0).total_memory if GPU else 0
     chip = CHIP or dataclasses.replace(DEVICES["h100"], flops=float("nan"), memory=size)
-    model = {"num_hidden_layers": max(2, depth(chip.usable) - fewer) if GPU else 2} | model
+    model = {"num_hidden_layers": max(2, depth(chip.usable) - fewer) if LARGE else 2} | model
     s = ModelShape(model)
     with torch_layers(layers):
         actor = slice_actor(model, precision)
@@ -318,8 +319,8 @@ def speed(layers: str, precision: str, cases: list[Case], model: dict, fewer: in
 
 def offload() -> Iterator[Row]:
     """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
-    actor = slice_actor(QWEN3_8B | {"num_hidden_layers": 4} | ({} if GPU else SMALL), "bf16")
-    case = CASES[0] if GPU else dataclasses.replace(CASES[0], prompt=32, response=4)
+    actor = slice_actor(QWEN3_8B | {"num_hidden_layers": 4} | ({} if LARGE else SMALL), "bf16")
+    case = CASES[0] if LARGE else dataclasses.replace(CASES[0], prompt=32, response=4)
     batch = case_batch(case, actor.hf_config.vocab_size)
     step = partial(actor.step, batch, SFT(Options()).loss, counts(batch), learning_rate=1e-6)
     step()
@@ -352,7 +353,7 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, torch.Tenso
 def engine_process() -> Iterator[Row]:
     """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
     a killed one."""
-    config = qwen3("1.7b" if GPU else "1m")
+    config = qwen3("1.7b" if LARGE else "1m")
     build = partial(HFEngine, config, torch.bfloat16, DEVICE)
     with (
         tempfile.TemporaryDirectory() as folder,
