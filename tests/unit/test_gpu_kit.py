@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_plan(name):
     assert table[name] == gpu_predictions.planned(DEVICES[name.lower()])
     figures = table[name]["slice of Qwen3-8B"].keys() - {"layers", "optimizer's step"}
     for rehearsed in table.get(f"{name} rehearsed", {}).values():
-        assert rehearsed.keys() == figures
+        assert rehearsed.keys() == {what for what in figures if what.endswith("peak memory")}
     assert len(figures) == 3 * len(gpu_predictions.CASES)
 
 
