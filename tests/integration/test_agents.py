@@ -163,7 +163,7 @@ def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(tmp_path)
 
 @pytest.mark.slow
 def test_the_number_game_is_learned_by_reading_the_answers(tmp_path):
-    """Two thirds of the example's 120 steps, from random weights. Who does not read them finds three of seven."""
+    """Two fifths of the example's 200 steps, from random weights. Who does not read them finds three of seven."""
     blind = [dict(zip(("", "?", "??"), guesses, strict=True)) for guesses in permutations("0123456", 3)]
     bisects = {"": "3", "<": "1", ">": "5", "<<": "0", "<>": "2", "><": "4", ">>": "6"}
     assert best_of(number_game.Silent, blind) == 3 / 7 and best_of(number_game.Guess, [bisects]) == 1

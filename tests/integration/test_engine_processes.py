@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):
 def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, tmp_path):
     status, output = train(recipe, f"run.output_dir={tmp_path / 'run'}", PROCESS, "faults.engine_start_s=0.01")
     assert status == 3
-    assert "engine process 0 is silent for 0.01 s. It was starting; its log ends" in output
+    told = r"engine process 0 (is silent|gets nothing done) for 0.01 s. It was starting; its log ends"
+    assert re.search(told, output)  # silent, unless it has just said that it is there
 
 
 def test_new_weights_in_the_middle_of_generation(recipe, tmp_path):

@@ -71,7 +71,7 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
     ("option", "words"),
     [
         ("lora={rank: 4}", "model.vision: trained does not work with lora"),
-        ("rollout.placement=server", "images are not supported with rollout.placement server"),
+        ("rollout={engine: vllm, placement: server}", "images are not supported with rollout.placement server"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
         ("batching.pack_sequences=false", "images are not supported with batching.pack_sequences false"),
     ],

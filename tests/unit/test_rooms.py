@@ -28,6 +28,7 @@ STARTED = {
 }
 # Modules that are imported by their names in a table.
 NAMED = {"megatron_rft.commands.main": {module_of(path) for path in (PACKAGE / "commands").glob("*.py")}}
+NAMED["megatron_rft.training"] = {f"megatron_rft.training.{name}" for name in ("online", "sft", "offline", "generate")}
 for room, table in (("objectives", ALGORITHMS), ("rewards.registry", REWARDS)):
     names = [name for _, name in table.values() if name]
     NAMED[f"megatron_rft.{room}"] = {f"megatron_rft.{room.split('.')[0]}.{n.rpartition('.')[0]}" for n in names}
