@@ -56,13 +56,14 @@ def player(tokenizer: PreTrainedTokenizerFast, at_once: int, turns: int, folder:
     return Programs(script, processes, template, str, options.name, turns, None, options=options)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: str, *more: str) -> PreTrainedTokenizerFast:
+    """A token for each byte, <|im_start|>, <|im_end|> and `more` control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML)
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>", *more])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=chat_template)
 
 
 def requests(tokenizer: PreTrainedTokenizerFast, first: int, count: int) -> list[Request]:
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args(arguments)
-    tokenizer, part = byte_tokenizer(), max(1, options.episodes // 10)
+    tokenizer, part = byte_tokenizer(CHATML), max(1, options.episodes // 10)
     names = ("episodes", "seconds", "CPU ms", *left())
     row(*names)
     row(*["---"] * len(names))

@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rft.config.environment import Program
 from megatron_rft.environments.process import EnvironmentProcesses
@@ -27,6 +25,7 @@ from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.environments.test_template import CHATML
 from tests.unit.inference.tiny import CONFIGS, build_engine, build_model
+from tools.bench.programs import byte_tokenizer
 
 pytest.importorskip("aiohttp")
 from megatron_rft.environments import endpoint  # noqa: E402
@@ -49,12 +48,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 41}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML)
+    return byte_tokenizer(CHATML)
 
 
 @pytest.fixture(scope="module")
