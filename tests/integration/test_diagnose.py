@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from examples.smollm2 import make_problems
 from megatron_rft.commands import main
 from megatron_rft.inference.hf import engine as hf
+from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.engine import VLLMEngine
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.vllm import unusable
@@ -242,6 +244,13 @@ def test_ranks(tmp_path, loud, kind):
 VLLM = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 
 
+@pytest.fixture(scope="module")
+def vllm():
+    """vLLM's first import keeps the frames that it is called from, and with them a model and its layout's groups."""
+    cpu_patches.prepare()
+    import_module("megatron_rft.inference.vllm.weights")
+
+
 def widen(model: Path) -> None:
     """Gives its heads a size that vLLM's attention has."""
     config = model / "config.json"
@@ -251,6 +260,7 @@ def widen(model: Path) -> None:
 
 @VLLM
 @pytest.mark.slow
+@pytest.mark.usefixtures("vllm")
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has no FP8 cache on this CPU")
 def test_a_cache_in_fp8_is_the_engines_rounding(tmp_path, loud):
     """And without it the KL is far smaller."""
@@ -264,6 +274,7 @@ def test_a_cache_in_fp8_is_the_engines_rounding(tmp_path, loud):
 
 @VLLM
 @pytest.mark.slow
+@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("side, fault", [("the trainer", (Actor, "outputs")), ("vLLM", (VLLMEngine, "_response"))])
 def test_the_side_of_another_bug_is_named(tmp_path, loud, monkeypatch, side, fault):
     """By the hf engine, which agrees with the other side."""
@@ -286,6 +297,7 @@ def test_the_side_of_another_bug_is_named(tmp_path, loud, monkeypatch, side, fau
 
 @VLLM
 @pytest.mark.slow
+@pytest.mark.usefixtures("vllm")
 def test_a_pretrained_model_beside_vllm(tmp_path):
     """In fp32 both agree to 5e-11; in bf16 the mismatch is about as large as the trainer's from itself."""
     make_problems.main(tmp_path / "problems")
