@@ -43,7 +43,6 @@ def chat_events(whole: dict, body: dict) -> Iterable[Event]:
 
 # ---- Anthropic's /v1/messages
 
-BLOCKS = {"text": "text", "thinking": "thinking"}  # types of blocks that are texts -> the field that has it
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PASSED = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 
@@ -122,7 +121,7 @@ def message_events(whole: dict, body: dict) -> Iterable[Event]:
         if kind == "tool_use":
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            delta = {"type": f"{kind}_delta", BLOCKS[kind]: block[BLOCKS[kind]]}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}  # text and thinking stand in fields of that name
         yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}

@@ -73,7 +73,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class World:
-    """What the episodes of a rank share. `start`: opens an episode's endpoint, and returns the URL."""
+    """What the episodes of a rank share. `open`: opens an episode's endpoint, and returns the URL."""
 
     options: Program
     template: Template

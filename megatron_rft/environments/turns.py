@@ -36,10 +36,10 @@ class PolicyTurn:
 
 @dataclass
 class Tree:
+    """`known`: the key of a turn's messages, its own with them -> the last such turn."""
+
     turns: list[PolicyTurn] = field(default_factory=list)
-    known: dict[str, PolicyTurn] = field(
-        default_factory=dict
-    )  # the key of the messages with the turn's -> the last such turn
+    known: dict[str, PolicyTurn] = field(default_factory=dict)
 
     def place(self, messages: list[Message], tools: Any) -> tuple[PolicyTurn | None, list[Message]]:
         """The turn that messages continue, or None, and the messages behind it. It wrote the last message of the

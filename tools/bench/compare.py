@@ -1,10 +1,10 @@
 """Compares this checkout with another commit: both run in turns on this machine.
 
-    OMP_NUM_THREADS=1 python tools/bench/compare.py COMMIT [--only grpo fpa] [--pairs 3] [--steps 6]
+    python tools/bench/compare.py COMMIT [--only grpo fpa] [--pairs 3] [--steps 6]
 
-COMMIT is checked out into a temporary folder. A pair is one run of each side, and the side that goes first changes from
-pair to pair. Cells are the other commit's figure over this checkout's, above 1 where this one is better: the median of
-the pairs, with the lowest and the highest.
+Each process has one thread. COMMIT is checked out into a temporary folder. A pair is one run of each side, and the side
+that goes first changes from pair to pair. Cells are the other commit's figure over this checkout's, above 1 where this
+one is better: the median of the pairs, with the lowest and the highest.
 
     step        median of the seconds of a run's steps after the first two, without checkpoints
     start       seconds from the command to the end of its first step, less that step's
@@ -28,20 +28,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from pipo_overlap import SETTING, WINDOW
+from pipo_overlap import ENVIRONMENT, SETTING, WINDOW, seconds
 
 SMALLEST = """HEAD --only grpo grading --pairs 1 --steps 3 --answers 20
     rollout.prompts_per_step=2 rollout.group_size=4 rollout.max_response_tokens=4"""  # tests/bench
 HERE = Path(__file__).resolve().parents[2]
+PREPARED = ("model", "smol", "answers", "grading", "quickstart")  # files and folders that both sides read
 COLUMNS = ("step", "start", "processor", "clock", "memory")
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 LONG = "data.prompt_template=" + "Add up the numbers with care. " * 6 + "{question}\n"
 SMOL = "data.validation=null data.test=null evaluation.every=0 rollout.prompts_per_step=4 rollout.group_size=8"
 
 
 @dataclass(frozen=True)
 class Work:
-    """`words` are for Python, in the side's checkout. {model}, {smol}, {answers}, {steps} and {out} are filled in."""
+    """`words` are for Python, in the side's checkout. {steps}, {out} and the names of PREPARED are
+    filled in."""
 
     words: str
     once: bool = False  # one pair: it takes minutes
@@ -61,10 +62,10 @@ WORKS = {
     "pipo": Work(f"{GRPO} pipo.window={WINDOW} pipo.learning_rate=1e-12"),
     "shared_prompts": Work(GRPO + " pipo=null data.max_prompt_tokens=448", overrides=(LONG,)),
     "fpa": Work("tools/bench/fpa_step.py --size 1m --vocab 32000 --sequences 8 --rounds 4"),
-    "grading": Work("{out}.py {answers}"),
+    "grading": Work("{grading} {answers}"),
     "smollm2_hf": Work(SMOLLM2 + " pipo=null rollout.engine=hf vllm=null", once=True),
     "smollm2_vllm": Work(SMOLLM2 + " pipo=null rollout.engine=vllm", once=True),
-    "quickstart": Work("{out}.sh {model} {out}", once=True),
+    "quickstart": Work("{quickstart} {model} {out}", once=True),
 }
 GRADING = """import sys
 from megatron_rft.records import Prompt
@@ -99,12 +100,10 @@ def write_answers(path: Path, count: int) -> None:
 def measured(work: Work, side: Path, names: dict[str, str], overrides: list[str]) -> dict[str, float] | str:
     """The figures of one command in a checkout, or the end of what it printed if it failed."""
     out = Path(names["out"])
-    out.with_suffix(".py").write_text(GRADING)
-    out.with_suffix(".sh").write_text(QUICKSTART)  # for Python, too
     words = [word.format(**names) for word in work.words.split()]
     if "train" in words:
         words += [*work.overrides, *overrides]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{side}:{side}/tools/bench"}
+    environment = os.environ | ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{side}:{side}/tools/bench"}
     with open(out.with_suffix(".log"), "w+") as log:
         begin, start = time.time(), time.perf_counter()
         process = subprocess.Popen([sys.executable, *words], cwd=side, env=environment, stdout=log, stderr=log)
@@ -120,8 +119,7 @@ def measured(work: Work, side: Path, names: dict[str, str], overrides: list[str]
 
 def of_steps(path: Path, begin: float) -> dict[str, float]:
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["step"]]
-    seconds = [line["seconds/step"] - line.get("seconds/checkpoint", 0.0) for line in lines]
-    return {"step": median(seconds[2:]), "start": lines[0]["time"] - begin - seconds[0]}
+    return {"step": seconds(lines[2:])["step"], "start": lines[0]["time"] - begin - seconds(lines[:1])["step"]}
 
 
 def cell(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> str:
@@ -137,7 +135,7 @@ def row(name: str, sides: list[Path], folder: Path, arguments: argparse.Namespac
     for number in range(1 if work.once else arguments.pairs):
         figures: dict[int, dict[str, float]] = {}
         for place in (0, 1) if number % 2 == 0 else (1, 0):
-            names = {each: str(folder / each) for each in ("model", "smol", "answers")}
+            names = {each: str(folder / each) for each in PREPARED}
             names |= {"steps": str(arguments.steps), "out": str(folder / f"{name}_{number}_{place}")}
             found = measured(work, sides[place], names, arguments.overrides)
             if isinstance(found, str) and place:
@@ -151,13 +149,15 @@ def row(name: str, sides: list[Path], folder: Path, arguments: argparse.Namespac
 
 
 def prepare(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write what both sides read: models, problems and answers."""
+    """Write what both sides read."""
     made = [["examples/quickstart/make_model.py", folder / "model"]]
     if any("smollm2" in name for name in arguments.only):
         made += [["examples/smollm2/make_model.py", folder / "smol/model"]]
         made += [["examples/smollm2/make_problems.py", folder / "smol/problems"]]
     for words in made:
         subprocess.run([sys.executable, *map(str, words)], cwd=HERE, check=True, stdout=sys.stderr)
+    (folder / "grading").write_text(GRADING)
+    (folder / "quickstart").write_text(QUICKSTART)
     write_answers(folder / "answers", arguments.answers)
 
 
