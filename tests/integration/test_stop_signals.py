@@ -103,26 +103,20 @@ def read_terminal(terminal: int, into: list[bytes]) -> None:
             pass
 
 
-def nothing(out: Path) -> None:
-    """The folder of a run that begins."""
-
-
 def stopped_while(
     condition: Callable[[Position, Path], bool],
     recipe: Path,
     out: Path,
     *arguments: str,
-    prepare: Callable[[Path], object] = nothing,
 ) -> tuple[int, str]:
     """Status and output of a run whose processes all get SIGTERM twice while a condition holds for its rank 0. They
-    are frozen to make sure of it. If the condition is missed, the run is started again. `prepare` makes its folder."""
+    are frozen to make sure of it. If the condition is missed, the run is started again."""
 
     def holds() -> bool:
         here = read(position_file(ranks_folder(str(out)), 0), 0)
         return here is not None and condition(here, out)
 
     for _ in range(5):
-        prepare(out)
         process = start(recipe, f"run.output_dir={out}", *arguments)
         while wait_until(holds, process) and freeze(process):
             if holds():
@@ -152,16 +146,22 @@ def test_during_an_evaluation(undisturbed, tmp_path, step):
 
 @pytest.mark.slow
 def test_during_an_export(undisturbed, tmp_path):
-    """It is the last thing that a run does, so it is finished, and nothing is left to resume."""
+    """It is the last thing that a run does, so it is finished, and nothing is left to resume. An export copies the
+    files of the tokenizer: who opens one on which another process has a lease waits in the kernel."""
     recipe, ranks, expected = undisturbed
-    out, partial = tmp_path / "run", ".export.partial"
-
-    def trained(out: Path) -> None:
-        shutil.copytree(expected, out, ignore=shutil.ignore_patterns("export"))
-
-    status, output = stopped_while(lambda _, out: (out / partial).exists(), recipe, out, *ranks, prepare=trained)
-    assert status == 0 and "model in Hugging Face format" in output, output[-3000:]
-    assert not (out / partial).exists()
+    out, copied = tmp_path / "run", recipe.parent / "model/video_preprocessor_config.json"
+    shutil.copytree(expected, out, ignore=shutil.ignore_patterns("export"))
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder of a lease that somebody waits
+    with copied.open("w") as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        process = start(recipe, f"run.output_dir={out}", *ranks)
+        assert wait_until(lambda: fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_WRLCK, process)
+        partial = (out / ".export.partial").exists()
+        stop_all(process, signal.SIGTERM)
+    signal.signal(signal.SIGIO, before)
+    output, _ = process.communicate(timeout=900)
+    assert partial and not (out / ".export.partial").exists()
+    assert process.returncode == 0 and "model in Hugging Face format" in output, output[-3000:]
     assert_same_run(out, expected)
 
 
