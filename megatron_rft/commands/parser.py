@@ -77,8 +77,6 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", help="write a page about runs, with charts and samples")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
-    report.add_argument("--serve", action="store_true", help="serve the page on this machine, following the runs")
-    report.add_argument("--port", type=_count, default=0, metavar="N", help="with --serve (default: any free port)")
 
     status = commands.add_parser("status", help="show a run's progress, from its files")
     status.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")

@@ -20,9 +20,6 @@ from megatron_rft.utils.errors import UserError
 HERE = Path(__file__).parent
 TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
 TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-EMPTY = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; script-src 'unsafe-inline'"><title>megatron-rft</title></head>
-<body><p>{}</p></body></html>"""
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
