@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]
 Callback = Callable[[int, dict[str, float]], object]
 ERROR = "error: "
-PROBE = {"run": {"output_dir": "-", "steps": 1}, "model": {"path": "-"}, "data": {"train": "arithmetic"}}
+PROBE = {"run": {"output_dir": "-", "steps": 1}, "model": {"path": "-"}, "data": {"train": "-"}}
 
 
 def train(

@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the quickstart's model
 PACKAGE = ROOT / "megatron_rft"
 STEP = 5
 SMALL = {
@@ -62,9 +63,9 @@ def main() -> None:
 
 def traced_step() -> dict[Path, set[int]]:
     """Return by file the first lines of the functions that are called in STEP."""
+    from examples.quickstart import arithmetic
     from megatron_rft import training
     from megatron_rft.config import load
-    from megatron_rft.data import arithmetic
     from megatron_rft.training.run import TrainingRun
 
     called: set[Code] = set()

@@ -5,9 +5,7 @@ import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from megatron_rft.data.arithmetic import qwen3_config
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456", *"?<>"]
 
@@ -19,8 +17,10 @@ def main(folder: Path) -> None:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder / "model")
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    qwen3_config(**size, vocab_size=len(TOKENS), num_attention_heads=4, head_dim=16).save_pretrained(folder / "model")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": len(TOKENS)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "architectures": ["Qwen3ForCausalLM"]}
+    Qwen3Config(**size, **heads, **ends).save_pretrained(folder / "model")
     rows = [json.dumps({"question": "?", "answer": str(number % 7)}) + "\n" for number in range(70)]
     (folder / "numbers.jsonl").write_text("".join(rows))
 

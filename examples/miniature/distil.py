@@ -11,7 +11,6 @@ OUT/quickstart/levels.md has the steps and the seconds, without evaluations, tha
 of five steps (256 responses each, temperature 1) reaches a level; the last is two points below the teacher.
 """
 
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.miniature import study  # noqa: E402
 from examples.pipo import online  # noqa: E402
+from examples.quickstart import arithmetic  # noqa: E402
 from megatron_rft.report.groups import grouped  # noqa: E402
 from megatron_rft.report.runs import RecordedRun, read  # noqa: E402
 
@@ -32,10 +32,7 @@ LEVELS = (0.6, 0.7, 0.8)
 def warm_start(name: str, out: Path) -> Path:
     """Train the student or the teacher from random weights. Returns its run's folder."""
     if not (model := out / f"{name}_model").exists():
-        code = (
-            f"from megatron_rft.data import arithmetic; arithmetic.write_model_folder({str(model)!r}, **{SIZES[name]})"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True)
+        arithmetic.write_model_folder(model, **SIZES[name])
     data = ["data.train.split=train"] if name == "teacher" else []
     return study.train(RECIPES / "sft.yaml", out / name, f"model.path={model}", *data)
 

@@ -25,7 +25,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.fpa import dynamics  # noqa: E402
 from examples.miniature import study  # noqa: E402
-from megatron_rft.data import arithmetic  # noqa: E402
+from examples.quickstart import arithmetic  # noqa: E402
 
 RECIPES = study.EXAMPLES / "fpa" / "miniature"
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -5,10 +5,10 @@ usage: check_export.py FOLDER
 
 import sys
 
+import arithmetic
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.rewards.math import MathReward

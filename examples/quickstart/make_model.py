@@ -5,7 +5,7 @@ usage: make_model.py FOLDER
 
 import sys
 
-from megatron_rft.data import arithmetic
+import arithmetic
 
 if __name__ == "__main__":
     arithmetic.write_model_folder(sys.argv[1])

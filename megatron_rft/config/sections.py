@@ -27,7 +27,6 @@ ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
 MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each response token
 
-ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 
 
@@ -225,15 +224,14 @@ class Source(Section):
 
     path: str
     """A .parquet, .arrow, .jsonl, .json, .csv or .txt file; a folder of such files; `hub:organisation/name` or
-    `hub:organisation/name@revision` on the Hugging Face hub; `arithmetic`, the task that this package generates; or the
-    name of an adapter, for its data set on the hub."""
+    `hub:organisation/name@revision` on the Hugging Face hub; the name of an adapter, for its data set on the hub; or a
+    function `my_file.py:name` of (split, limit), which returns rows, the same at each call."""
     adapter: str | None = None
     """The data set whose fields the rows have: gsm8k, math, humaneval ... (docs/data.md). None: the rows have a prompt
     field and an answer field."""
     split: str | None = None
-    """For a folder or a hub name: the split to read, by the files' names. For arithmetic: train, demonstrations
-    (imperfect worked answers), hinted (half of them follow the right answer), refining (half of them correct an
-    imperfect answer), validation or test. None: the source's key in the recipe."""
+    """For a folder or a hub name: the split to read, by the files' names. For a function: what it knows. None: the
+    source's key in the recipe."""
     subset: str | None = None
     """For a folder or a hub name: a configuration that its README.md declares; else read only files in the folder of
     this name, or whose name begins with it."""
@@ -276,7 +274,7 @@ class Source(Section):
         if self.path in datasets.DATASETS:
             raise at("path", f"the Hugging Face hub does not have {self.path} in this form: give the path of its files")
         is_file = not self.on_hub and datasets.suffix_of(self.path) is not None
-        generated = self.path == datasets.ARITHMETIC
+        generated = datasets.CODE.fullmatch(self.path) is not None
         why = f"for a file: name the file of that part instead of {self.path}"
         parts = self._parts()
         whole = parts != [("train", parts[0][1])] or parts[0][1] is None  # no slice of all rows
@@ -285,9 +283,8 @@ class Source(Section):
         if self.streaming and (any(cut for _, cut in parts) or self.limit is None):
             raise at("streaming", "reads the first rows: give their number by limit, and no slice of a split")
         self.unused(generated or is_file, why, "subset", "files")
+        self.unused(generated, "with a function, which returns rows with our fields", "adapter")
         self.unused(self.files and whole, "together with files, which selects the files to read", "split")
-        if generated and self.split not in (None, *ARITHMETIC_SPLITS):
-            raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
 
     def _parts(self) -> list[tuple[str, str | None]]:
         try:
@@ -298,8 +295,6 @@ class Source(Section):
     def _check_adapter(self, adapter: str):
         if adapter not in datasets.DATASETS:
             raise at("adapter", f"there is no adapter {adapter!r}.{hint(adapter, datasets.DATASETS)}")
-        if self.path == datasets.ARITHMETIC:
-            raise at("adapter", "does nothing for arithmetic")
         self.unused(True, f"with an adapter: {adapter} knows its fields", "prompt_field", "answer_field")
 
     @property

@@ -1,5 +1,5 @@
-"""Rows of a data set as dictionaries: a file, a folder of shards, a name on the Hugging Face hub, or the generated
-arithmetic; through an adapter where one is named. No tokenizer, no torch.
+"""Rows of a data set as dictionaries: a file, a folder of shards, a name on the Hugging Face hub, or a function of the
+user; through an adapter where one is named. No tokenizer, no torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -7,14 +7,15 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from megatron_rft.config.datasets import ARITHMETIC, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
-from megatron_rft.data import arithmetic, hub
+from megatron_rft.config.datasets import CODE, HUB, READ, SAVED, TABLES, TEXTS, split_parts, suffix_of
+from megatron_rft.data import hub
 from megatron_rft.data.adapters import adapt
 from megatron_rft.data.fields import File, Row, Streamed
 from megatron_rft.data.selection import README, Choice, kind_of, select
 from megatron_rft.data.tables import table
 from megatron_rft.data.text_rows import csv_file, json_file, json_lines, text_lines
-from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils import user_code
+from megatron_rft.utils.errors import ConfigError, DataError, first_line
 
 READERS = {
     **{SAVED: partial(table, kind="saved"), ".parquet": partial(table, kind="parquet")},
@@ -55,18 +56,35 @@ def load_rows(
     Raises:
         DataError: a file or a row cannot be read; the message names both.
     """
-    if str(path) == ARITHMETIC:
-        return arithmetic.rows(split or part, limit)
     read, slices = [], []
     for name, cut in split_parts(split) if split else [(None, None)]:
-        found = find_files(str(path), Choice(part, name, subset, files), streaming)
-        rows, start, stop = _sliced((row for file in found for row in _rows(file, adapter)), cut, f"{path}: {split}")
+        if CODE.fullmatch(str(path)):
+            found, every = [], _returned(str(path), name or part, None if cut else limit)
+        else:
+            found = find_files(str(path), Choice(part, name, subset, files), streaming)
+            every = (row for file in found for row in _rows(file, adapter))
+        rows, start, stop = _sliced(every, cut, f"{path}: {split}")
         read.append(rows)
         slices.append((found, start, stop))
     rows = Rows(islice(chain.from_iterable(read), limit), slices)
     if not rows:
         raise DataError(f"{path}: the data set is empty" + (f" ({split})" if split else ""))
     return rows
+
+
+def _returned(code: str, split: str, limit: int | None) -> Iterator[Row]:
+    """The rows that the user's function returns."""
+    function = user_code.load(code, "path")
+    try:
+        for row in function(split, limit):
+            if not isinstance(row, dict):
+                raise TypeError(f"a row is a dict with named fields, not {row!r:.60}")
+            yield row
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:
+        place = user_code.place(error)
+        raise DataError(f"{code}: {type(error).__name__}: {first_line(error)} ({place})") from None
 
 
 def _sliced(rows: Iterator[Row], cut: str | None, source: str) -> tuple[Iterable[Row], int, int | None]:

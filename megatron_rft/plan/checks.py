@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rft.config import passthrough
 from megatron_rft.config.algorithms.base import Algorithm, Lengths
 from megatron_rft.config.constraint import Constraint
-from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, READ, suffix_of
+from megatron_rft.config.datasets import CODE, DATASETS, HUB, HUB_NAME, READ, suffix_of
 from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
@@ -212,7 +212,7 @@ def check_files(recipe: Recipe) -> list[str]:
         if recipe.trainer == "offline" and name == "data.train":
             lines.append(_check_store(source.path))
             continue
-        if source.path != ARITHMETIC and not source.on_hub:
+        if not source.on_hub:
             _check_path(name, source.path)
         known = DATASETS.get(source.adapter)
         if known and name in parts and recipe.trainer in ("rl", "generate"):
@@ -243,7 +243,8 @@ def check_store_is_there(recipe: Recipe) -> None:
 
 
 def _check_path(option: str, path: str) -> None:
-    place = Path(path).expanduser()
+    code = CODE.fullmatch(path)
+    place = Path(code["file"] if code else path).expanduser()
     if place.is_dir():
         if not any(suffix_of(file.name) for file in place.rglob("*")):
             raise DataError(f"{option}: the folder {path} has no {READ} file")
@@ -251,7 +252,7 @@ def _check_path(option: str, path: str) -> None:
         near = [*DATASETS, *(str(file) for file in place.parent.glob("*"))]
         hub = f" On the Hugging Face hub? Write {HUB}{path}" if HUB_NAME.fullmatch(HUB + path) else ""
         raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")
-    elif suffix_of(path) is None:
+    elif not code and suffix_of(path) is None:
         raise DataError(f"{option}: {path} is not a {READ} file")
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 from megatron_rft.plan.vllm import unusable
 from tests.fork_server import ENVIRONMENT, Forked
 

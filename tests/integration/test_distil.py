@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from examples.quickstart import arithmetic
 from megatron_rft.commands.main import main
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.data import arithmetic
 from megatron_rft.megatron import weights
 from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils.files import read_json_lines

@@ -19,7 +19,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 from megatron_rft.utils.processes import children
 from tests.fork_server import ENVIRONMENT, Forked
 

@@ -42,7 +42,7 @@ def recipe_of(layout, precision, distributed, lora=None, **more):
     return OnlineRecipe(
         run={"output_dir": "out", "steps": 1},
         model={"path": "x", "precision": precision},
-        data={"train": {"path": "arithmetic"}},
+        data={"train": {"path": "examples/quickstart/arithmetic.py:rows"}},
         lora=lora,
         megatron={names[key]: value for key, value in layout.items()} | more,
         optimizer={"use_distributed_optimizer": distributed},

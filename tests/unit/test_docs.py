@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 NOT_OPTIONS = re.compile(r".*\.(py|md)|run\.json|model\.safetensors|megatron\.core.*|vllm\..*")  # vLLM's own names
 NAMES = {name for recipe in TRAINERS.values() for name in recipe.model_fields}
-MINIMAL = {"run": {"output_dir": "x"}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
+MINIMAL = {
+    "run": {"output_dir": "x"},
+    "model": {"path": "m"},
+    "data": {"train": "examples/quickstart/arithmetic.py:rows"},
+}
 
 
 def ids(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, SeedOssConfig
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,13 +76,14 @@ outputs = {"logprobs": logprobs, "entropy": torch.ones(4)}
 update.loss(outputs, step).mean(counts(step)).backward()
 assert logprobs.grad.tolist() == [-0.5, -0.5, 0.0, 0.0]  # -3 / 2 tokens / 3 responses
 """
+TASK = str(Path(__file__).resolve().parents[2] / "examples/quickstart/arithmetic.py:rows")
 RECIPE = """
 run: {output_dir: out, steps: 4}
 model: {path: model}
-data: {train: arithmetic}
+data: {train: TASK}
 rollout: {prompts_per_step: 2, group_size: 3}
 algorithm: {name: median, kl_coefficient: 0.0}
-"""
+""".replace("TASK", TASK)
 
 
 @pytest.fixture
@@ -161,10 +162,10 @@ def builder(config, dtype, options):
 EVALUATED = """
 run: {output_dir: out, steps: 4}
 model: {path: model}
-data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 100}
+data: {train: TASK, test: TASK, max_prompt_tokens: 100}
 rollout: {engine: hf, max_response_tokens: 4}
 evaluation: {limit: 2}
-"""
+""".replace("TASK", TASK)
 
 
 def add_line(table: Path, after: str, line: str) -> None:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from setups import ADAMW, DTYPES, actor_like, set_threads
+from setups import ADAMW, DTYPES, actor_like, arithmetic, set_threads
 from sides import each
 
 warnings.filterwarnings("ignore")
@@ -32,7 +32,6 @@ warnings.filterwarnings("ignore")
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 
 from megatron_rft.config.algorithms.online import GRPO as Options  # noqa: E402
-from megatron_rft.data import arithmetic  # noqa: E402
 from megatron_rft.inference import weight_sync  # noqa: E402
 from megatron_rft.inference.engine import Sampling  # noqa: E402
 from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402

@@ -22,7 +22,8 @@ import zlib
 from pathlib import Path
 from statistics import median
 
-from megatron_rft.data import arithmetic
+from setups import arithmetic
+
 from megatron_rft.records import Prompt
 
 SMALLEST = """--out {out} --model {model} --rounds 1 --steps 10

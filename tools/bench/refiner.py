@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from setups import actor_like, set_threads
+from setups import actor_like, arithmetic, set_threads
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rft import objectives
@@ -30,7 +30,6 @@ from megatron_rft.config.algorithms.online import GRPO
 from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.conversion import load_config
 from megatron_rft.conversion.convert import SourceCheckpoint
-from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.inference.engine import Engine, Sampling, request_seed

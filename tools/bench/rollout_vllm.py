@@ -15,10 +15,10 @@ import random
 import time
 
 import torch
+from setups import arithmetic
 from transformers import Qwen3Config
 
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.data import arithmetic
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine

@@ -2,14 +2,18 @@
 
 import logging
 import os
+import sys
 import warnings
+from pathlib import Path
 
 warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from transformers.utils.logging import set_verbosity_error  # noqa: E402
 
+from examples.quickstart import arithmetic  # noqa: E402, F401  the scripts import it from here
 from megatron_rft.config import Batching, Megatron  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.megatron.actor import Actor  # noqa: E402

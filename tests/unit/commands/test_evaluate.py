@@ -18,7 +18,7 @@ from megatron_rft.training.problems import Problems
 def model(tmp_path_factory):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_rft.data.arithmetic import write_model_folder
+    from examples.quickstart.arithmetic import write_model_folder
 
     folder = write_model_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -43,10 +43,11 @@ def recipe(tmp_path, model):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: {model}}}\n"
-        "data: {train: arithmetic, max_prompt_tokens: 100}\nrollout: {engine: hf, max_response_tokens: 4}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows, max_prompt_tokens: 100}\n"
+        "rollout: {engine: hf, max_response_tokens: 4}\n"
         "evaluation:\n  samples: 2\n  batch: 2\n  benchmarks:\n"
         f"    first: {{path: {tmp_path}/math500.jsonl, adapter: math500, samples: 3}}\n"
-        "    second: {path: arithmetic, limit: 3}\n"
+        "    second: {path: examples/quickstart/arithmetic.py:rows, limit: 3}\n"
     )
     return path
 

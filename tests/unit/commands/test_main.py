@@ -45,7 +45,10 @@ def recipe(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "recipe.yaml"
     model = f"model: {{path: {tmp_path}/model, initialise: random}}"
-    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n{model}\ndata: {{train: arithmetic}}\n")
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n{model}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows}\n"
+    )
     return path
 
 
@@ -198,14 +201,15 @@ class TestWords:
 def test_evaluate_measures_a_folder(tmp_path, capsys):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_rft.data.arithmetic import write_model_folder
+    from examples.quickstart.arithmetic import write_model_folder
 
     model = write_model_folder(tmp_path / "model", num_hidden_layers=1)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: nowhere}}\n"
-        "data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 64}\n"
+        "data:\n  train: examples/quickstart/arithmetic.py:rows\n  test: examples/quickstart/arithmetic.py:rows\n"
+        "  max_prompt_tokens: 64\n"
         "rollout: {engine: hf, max_response_tokens: 8}\nevaluation: {limit: 3, samples: 2}\n"
     )
     assert main.main(["evaluate", str(path), "--model", str(model)]) == 0

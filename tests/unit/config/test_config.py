@@ -37,7 +37,10 @@ def recipe(tmp_path):
     (tmp_path / "model" / "model.safetensors").touch()
     path = tmp_path / "rl.yaml"
     model = f"model: {{path: {tmp_path}/model}}"
-    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 10}}\n{model}\ndata: {{train: arithmetic}}\n")
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/out, steps: 10}}\n{model}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows}\n"
+    )
     return path
 
 
@@ -59,11 +62,13 @@ class TestLoading:
     def test_the_short_form_of_a_data_set_takes_options(self, recipe):
         options = ["data.train.limit=40", "evaluation.benchmarks.amc=amc23", "evaluation.benchmarks.amc.samples=32"]
         found = load(recipe, options)
-        assert (found.data.train.path, found.data.train.limit) == ("arithmetic", 40)
+        assert (found.data.train.path, found.data.train.limit) == ("examples/quickstart/arithmetic.py:rows", 40)
         amc = found.evaluation.benchmarks["amc"]
         assert (amc.adapter, amc.samples) == ("amc23", 32)
-        other = load(recipe, ["data.train=math500", "data.train={path: arithmetic}"]).data.train
-        assert (other.path, other.adapter) == ("arithmetic", None)
+        other = load(
+            recipe, ["data.train=math500", "data.train={path: examples/quickstart/arithmetic.py:rows}"]
+        ).data.train
+        assert (other.path, other.adapter) == ("examples/quickstart/arithmetic.py:rows", None)
 
     def test_base_merges_and_null_removes(self, recipe):
         child = recipe.parent / "sub" / "child.yaml"

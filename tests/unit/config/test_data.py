@@ -28,7 +28,10 @@ def recipe(tmp_path):
     (tmp_path / "shards" / "train-0.jsonl").write_text("{}\n")
     path = tmp_path / "rl.yaml"
     model = f"model: {{path: {tmp_path}/model, initialise: random}}"
-    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 10}}\n{model}\ndata: {{train: arithmetic}}\n")
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/out, steps: 10}}\n{model}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows}\n"
+    )
     return path
 
 
@@ -66,7 +69,10 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
             "data.train={path: a.jsonl, adapter: maths}",
             "train.adapter: there is no adapter 'maths'. Did you mean 'math'",
         ),
-        ("data.train={path: arithmetic, adapter: math}", "adapter: does nothing for arithmetic"),
+        (
+            "data.train={path: examples/quickstart/arithmetic.py:rows, adapter: math}",
+            "adapter: does nothing with a function, which returns rows with our fields",
+        ),
         (
             "data.train={path: math, answer_field: x}",
             "answer_field: does nothing with an adapter: math knows its fields",
@@ -91,7 +97,7 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
             "streaming: reads the first rows: give their number by limit",
         ),
         ("data.train={path: 'hub:a/b', streaming: true, limit: 3, split: 'train[:9]'}", "and no slice of a split"),
-        ("data.train={path: arithmetic, split: dev}", "'dev' is not one of train, demonstrations"),
+        ("data.train={path: a.py:rows, files: b}", "files: does nothing for a file"),
         ("data.prompt_template=fap", "'fap' has no {field} and is not a template's name. Did you mean 'fpa'"),
     ],
 )
@@ -123,7 +129,7 @@ def test_benchmarks(recipe):
 def test_field_names_that_no_data_set_would_use(recipe):
     with pytest.raises(UserError, match="data.prompt_field: does nothing: every data set here has its own"):
         load(recipe, ["data.train=math", "data.prompt_field=problem"])
-    load(recipe, ["data.train=math", "data.test=arithmetic", "data.prompt_field=question"])
+    load(recipe, ["data.train=math", "data.test=examples/quickstart/arithmetic.py:rows", "data.prompt_field=question"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron_rft.utils.errors import ConfigError
 RECIPE = {
     "run": {"output_dir": "x", "steps": 10},
     "model": {"path": "m"},
-    "data": {"train": "arithmetic"},
+    "data": {"train": "examples/quickstart/arithmetic.py:rows"},
     "rollout": {"max_response_tokens": 64},
     "environment": {"kind": "own", "episode": "a.py:A"},
 }
@@ -55,4 +55,4 @@ def test_what_it_does_not_work_with(loaded):
         loaded("constraint={kind: dynamic, eta: 0.01}", "reward={kind: math}")
     with pytest.raises(ConfigError, match="environment: does nothing: this run samples no responses"):
         loaded("trainer=sft", "environment.max_turns=2")
-    assert loaded("trainer=sft", "data.test=arithmetic").environment, "evaluations play it"
+    assert loaded("trainer=sft", "data.test=examples/quickstart/arithmetic.py:rows").environment, "evaluations play it"

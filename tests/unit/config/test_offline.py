@@ -26,7 +26,7 @@ def recipe(tmp_path):
 
     def write(trainer, **sections):
         own = {"offline": {"data": {"train": str(tmp_path / "store")}, "run": {"epochs": 3}}}
-        own["generate"] = {"data": {"train": "arithmetic"}, "run": {"seed": 42}}
+        own["generate"] = {"data": {"train": "examples/quickstart/arithmetic.py:rows"}, "run": {"seed": 42}}
         whole = {"trainer": trainer, "model": {"path": str(tmp_path / "model")}} | own[trainer] | sections
         whole["run"] = whole["run"] | {"output_dir": str(tmp_path / "out")}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))

@@ -22,7 +22,7 @@ def recipe(tmp_path):
     content = {
         "run": {"output_dir": str(tmp_path / "out"), "steps": 20},
         "model": {"path": str(tmp_path / "model"), "initialise": "random", "precision": "fp32"},
-        "data": {"train": "arithmetic"},
+        "data": {"train": "examples/quickstart/arithmetic.py:rows"},
         "rollout": {"prompts_per_step": 8, "group_size": 4},
         "algorithm": {"mini_batch_prompts": 4},
     }

@@ -9,7 +9,11 @@ from megatron_rft.config.rewards import REWARDS, SECTIONS, RewardOptions
 from megatron_rft.rewards.worker import Grader
 from megatron_rft.utils.errors import ConfigError
 
-BASE = {"run": {"output_dir": "x", "steps": 1}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
+BASE = {
+    "run": {"output_dir": "x", "steps": 1},
+    "model": {"path": "m"},
+    "data": {"train": "examples/quickstart/arithmetic.py:rows"},
+}
 
 
 def load(tmp_path, reward: dict):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pyarrow.parquet
 import pytest
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 from megatron_rft.data.prompts import (
     as_batch,
     check_tokenizer,

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rft.data.rows import load_rows
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import ConfigError, DataError
 from tests.integration.tiny import write_recipe
 
 ROWS = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
@@ -58,8 +58,27 @@ def test_a_folder_of_shards(tmp_path):
     assert load_rows(tmp_path, limit=3) == [ROWS[0], ROWS[0], ROWS[1]]
 
 
-def test_arithmetic_by_name():
-    assert len(load_rows("arithmetic", "test", limit=7)) == 7
+def test_rows_of_a_function(tmp_path):
+    """It gets the split, or the source's key, and the limit. A slice cuts all of its rows."""
+    assert len(load_rows("examples/quickstart/arithmetic.py:rows", "test", limit=7)) == 7
+    file = tmp_path / "made.py"
+    file.write_text(
+        "def rows(split, limit):\n"
+        "    return [{'question': split, 'number': n} for n in range(limit or 10)] * (split != 'none')\n"
+        "def lists(split, limit):\n    return [[1]]\n"
+        "def fails(split, limit):\n    return {}[split]\n"
+    )
+    assert load_rows(f"{file}:rows", limit=3)[2] == {"question": "train", "number": 2}
+    assert [row["number"] for row in load_rows(f"{file}:rows", "dev[80%:]")] == [8, 9]
+    assert len(load_rows(f"{file}:rows", "dev[80%:]+test", limit=5)) == 5
+    for name, split, message in (
+        ("none", "dev", "made.py has no none"),
+        ("rows", "none", "the data set is empty"),
+        ("lists", "dev", r"TypeError: a row is a dict with named fields, not \[1\]"),
+        ("fails", "dev", r"made.py:fails: KeyError: 'dev' \(made.py, line 6\)"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            load_rows(f"{file}:{name}", split)
 
 
 def test_parquet_rows_keep_their_types_and_no_copy_is_written(tmp_path, monkeypatch):

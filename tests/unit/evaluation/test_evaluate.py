@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 from megatron_rft.evaluation.evaluate import EvaluationCache, GradedSampler, evaluate, table, write
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score

@@ -25,7 +25,7 @@ def test_every_arm_has_a_recipe_that_loads(name, tmp_path):
         assert arm.against is None or arm.against in names
         given = [
             "model.path=m",
-            "data.train=arithmetic",
+            "data.train=examples/quickstart/arithmetic.py:rows",
             f"run.output_dir={tmp_path}",
             *options,
             *arm.at(arm.rates[-1]),

@@ -172,7 +172,7 @@ def test_the_plan_counts_the_tower(ranks, tmp_path, family, vision_):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: m, vision: {vision_}, precision: fp32}}\n"
-        "data: {train: arithmetic}\noptimizer: {use_distributed_optimizer: false}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows}\noptimizer: {use_distributed_optimizer: false}\n"
     )
     actor = Actor(config, Megatron(), Batching(), "fp32", optimizer={"lr": 1.0}, trains_tower=vision_ == "trained")
     found = state_of(load(recipe), ModelShape(whole_config(config).to_dict()), Layout(1, 1, 1, 1, 1, 1), 0)

@@ -28,7 +28,8 @@ def path(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: {tmp_path}/model, initialise: random}}\n"
-        "data: {train: arithmetic}\nalgorithm: {name: grpo}\noptimizer: {use_distributed_optimizer: false}\n"
+        "data: {train: examples/quickstart/arithmetic.py:rows}\nalgorithm: {name: grpo}\n"
+        "optimizer: {use_distributed_optimizer: false}\n"
     )
     return recipe
 

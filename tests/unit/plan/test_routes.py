@@ -25,7 +25,8 @@ DENSE, MIXTURE = (ModelShape(FAMILIES[name].to_dict()) for name in ("mistral", "
 def recipe(tmp_path):
     def make(*overrides: str):
         (tmp_path / "recipe.yaml").write_text(
-            "trainer: rl\nrun: {output_dir: out, steps: 1}\nmodel: {path: m}\ndata: {train: arithmetic}\n"
+            "trainer: rl\nrun: {output_dir: out, steps: 1}\nmodel: {path: m}\n"
+            "data: {train: examples/quickstart/arithmetic.py:rows}\n"
             "rollout: {engine: hf}\n"
         )
         return load(tmp_path / "recipe.yaml", list(overrides))

@@ -19,7 +19,8 @@ def plan(tmp_path, capsys):
         recipe.write_text(
             f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n"
             f"model: {{path: {tmp_path}, initialise: random, precision: bf16}}\n"
-            "data: {train: arithmetic}\nalgorithm: {name: grpo}\nbatching: {micro_batch_tokens: 16384}\n"
+            "data: {train: examples/quickstart/arithmetic.py:rows}\nalgorithm: {name: grpo}\n"
+            "batching: {micro_batch_tokens: 16384}\n"
             "megatron: {tensor_model_parallel_size: 8, sequence_parallel: true}\n"
         )
         return main.main(["plan", str(recipe), *arguments]), *capsys.readouterr()

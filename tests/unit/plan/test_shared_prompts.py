@@ -14,7 +14,7 @@ from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.shapes import json_of
 
 S = ModelShape(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
-DATA = Data(train="arithmetic", max_prompt_tokens=1024)
+DATA = Data(train="examples/quickstart/arithmetic.py:rows", max_prompt_tokens=1024)
 ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 
 

@@ -60,7 +60,11 @@ def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):
             ["algorithm={name: grpo, teacher: null}", "reward.kind=none"],
             "reward.kind: none: grpo learns from rewards",
         ),
-        ({}, ["reward.kind=none", "data.test=arithmetic"], "data.test: does nothing with reward.kind none"),
+        (
+            {},
+            ["reward.kind=none", "data.test=examples/quickstart/arithmetic.py:rows"],
+            "data.test: does nothing with reward.kind none",
+        ),
     ],
 )
 def test_what_is_refused(path, options, change, more, message, capsys):  # noqa: F811

@@ -2,8 +2,8 @@
 
 import pytest
 
+from examples.quickstart import arithmetic
 from megatron_rft.config.algorithms.online import SDPO
-from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.feedback import Feedback
 from megatron_rft.rollout.sampler import ScoredResponse

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from examples.quickstart import arithmetic
 from megatron_rft.config.constraint import DynamicOptions
-from megatron_rft.data import arithmetic
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward

@@ -33,7 +33,7 @@ def recipe_of(precision: str) -> OnlineRecipe:
     return OnlineRecipe(
         run={"output_dir": "out", "steps": 1},
         model={"path": "x", "initialise": "random", "precision": precision},
-        data={"train": {"path": "arithmetic"}},
+        data={"train": {"path": "examples/quickstart/arithmetic.py:rows"}},
         rollout={"group_size": 1},
         lora={"rank": 4},
         algorithm={"name": "ppo"},

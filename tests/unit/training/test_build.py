@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import Qwen3Config
 
+from examples.quickstart import arithmetic
 from megatron_rft.config import Model, load
-from megatron_rft.data import arithmetic
 from megatron_rft.training import build
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError

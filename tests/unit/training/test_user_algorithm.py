@@ -64,7 +64,7 @@ def made(tmp_path, monkeypatch):
         content = {
             "run": {"output_dir": "out", "steps": 20},
             "model": {"path": "model"},
-            "data": {"train": "arithmetic"},
+            "data": {"train": "examples/quickstart/arithmetic.py:rows"},
             "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 32},
             "algorithm": {"name": "own", "objective": f"mine.py:{name}", **options},
             **sections,

@@ -1,4 +1,5 @@
-r"""The task of the quickstart: chains of arithmetic with worked steps, generated without a download.
+r"""The task of the quickstart: chains of arithmetic with worked steps, generated without a download. `rows` is the
+function that recipes name: `data.train=examples/quickstart/arithmetic.py:rows`.
 
     question  "Start with 3 (1) +5 (2) -6 (3) *2"
     answer    "3 (1) +5=8 (2) -6=2 (3) *2=4\n#### 4"           (level 3: three steps)
@@ -37,6 +38,8 @@ PROMPT_TEMPLATE = "{question}\n"
 
 def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, ...] = LEVELS) -> list[dict[str, Any]]:
     """`size` different problems of a split as {"question", "answer", "level"}, levels in turn."""
+    if split not in SPLITS:
+        raise DataError(f"arithmetic has no split {split!r}, but {', '.join(SPLITS)}")
     size = SIZES[split] if size is None else size
     rng = random.Random(f"{split}/{seed}")
     slip = SLIP if split in ("demonstrations", "hinted", "refining") else 0.0

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from megatron_rft.data import arithmetic
+from examples.quickstart import arithmetic
 from megatron_rft.utils.errors import DataError
 
 
