@@ -124,8 +124,6 @@ class Recipe(s.Section):
         parts = {
             "an environment": self.environment,
             "rollout.placement server": self.rollout.placement == "server",
-            "batching.pack_sequences false": not self.batching.pack_sequences,
-            "model.precision fp8": self.model.precision == "fp8",
         }
         if found := [what for what, is_so in parts.items() if is_so]:
             raise at("data.image_field", f"images are not supported with {' and '.join(found)}")

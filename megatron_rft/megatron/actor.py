@@ -39,9 +39,9 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import Mapping
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.families.shapes import experts
-from megatron_rft.families.towers import never_sampled, sees
+from megatron_rft.families.towers import never_sampled
 from megatron_rft.megatron import model as models
-from megatron_rft.megatron import parallel, seams, vision, weights
+from megatron_rft.megatron import parallel, seams, weights
 from megatron_rft.megatron.balance import plan, plan_within
 from megatron_rft.megatron.images import Images
 from megatron_rft.megatron.lora import attach
@@ -97,8 +97,6 @@ class Actor:
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
         self.mapping = Mapping(hf_config)
         self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
-        if sees(hf_config):
-            vision.check(batching, precision)
         self.models = models.build(
             hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
         )

@@ -30,13 +30,6 @@ def rotary_axes(hf_config: Any) -> Tensor:
     return axes
 
 
-def check(batching: Any, precision: str) -> None:
-    """Raise ConfigError for what is not exact with a vision tower."""
-    refused = {"batching.pack_sequences=false": not batching.pack_sequences, "model.precision=fp8": precision == "fp8"}
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise ConfigError(f"a model that reads images does not support {' and '.join(found)}")
-
-
 def attach(model: GPTModel, hf_config: Any, trained: bool) -> None:
     """Give the first chunk of a pipeline its tower, `visual`, without weights."""
     if not model.pre_process:

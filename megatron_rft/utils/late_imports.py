@@ -1,5 +1,5 @@
-"""Lets torch's compiler, SymPy and TensorBoard load at their first use on a CPU, where nothing is compiled: three of
-ten seconds of processor time until step 1. transformers, torch.distributed.tensor and megatron-core import them."""
+"""Lets torch's compiler, SymPy, TensorBoard and wandb load at their first use on a CPU, where nothing is compiled:
+three of ten seconds of processor time until step 1. transformers, torch and megatron-core import them."""
 
 import gc
 import sys
@@ -26,6 +26,7 @@ LATE: dict[str, dict[str, Any]] = {
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": None},
     "torch.fx.experimental.symbolic_shapes": dict.fromkeys(_SYMBOLS),
     "torch.utils.tensorboard": {"SummaryWriter": None},
+    "wandb": {},
 }
 
 

@@ -73,7 +73,7 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
         ("lora={rank: 4}", "model.vision: trained does not work with lora"),
         ("rollout={engine: vllm, placement: server}", "images are not supported with rollout.placement server"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
-        ("batching.pack_sequences=false", "images are not supported with batching.pack_sequences false"),
+        ("batching.pack_sequences=false", "a model that reads images needs batching.pack_sequences true"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(made, tmp_path, option, words):

@@ -13,8 +13,6 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -75,27 +73,13 @@ def _type(tensor, *args, plain=torch.Tensor.type, **kwargs):
 def redirect() -> None:
     """Let megatron-core's modules compute on the CPU."""
     torch.Tensor.cuda, torch.Tensor.type = _cuda, _type
-    with _lean_imports():
-        for name in USED:
-            importlib.import_module(f"megatron.core.{name}")
+    compiler, torch.compile = torch.compile, lambda function: function  # nothing is compiled on the CPU
+    for name in USED:
+        importlib.import_module(f"megatron.core.{name}")
+    torch.compile = compiler
     _redirect_torch()
     _without_cuda_generators()
     _moe_without_streams()
-
-
-@contextmanager
-def _lean_imports() -> Iterator[None]:
-    """Import megatron-core without torch's compiler and wandb, which saves a third of a rank's start. Nothing is
-    compiled on the CPU, and only the rank that logs to wandb imports it."""
-    compiler, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)
-    absent = {"wandb": None} if "wandb" not in sys.modules else {}
-    sys.modules.update(absent)
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-        for name in absent:
-            del sys.modules[name]
 
 
 def _redirect_torch() -> None:

@@ -1,6 +1,7 @@
 """Images in packed micro-batches: positions beside transformers', features, and what is refused."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from megatron_rft.megatron import parallel, vision
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.images import Images, rope_positions
 from megatron_rft.megatron.packing import PackLayout, SharedPrompts, pack
+from megatron_rft.plan.checks import check_model
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError, DataError
 from tests.families import IMAGE, SEEING, transformers_class
+from tests.unit.plan.test_memory import path  # noqa: F401
 
 CPU = torch.device("cpu")
 
@@ -118,17 +121,12 @@ def test_an_image_token_in_a_response_is_refused():
         pack(given, PackLayout(), CPU, None, Images(Pictures(), IMAGE, 2, True))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(batching=Batching(pack_sequences=False)), "batching.pack_sequences=false"),
-        (dict(precision="fp8"), "model.precision=fp8"),
-    ],
-)
-def test_what_is_not_exact_is_refused(ranks, options, words):
-    given = dict(batching=Batching(), precision="fp32") | options
-    with pytest.raises(ConfigError, match=f"a model that reads images does not support {words}"):
-        Actor(SEEING["qwen2_5_vl"], Megatron(), given.pop("batching"), **given)
+@pytest.mark.parametrize("option", ["batching.pack_sequences=false", "model.precision=fp8"])
+def test_the_plan_refuses_what_is_not_exact(path, option):  # noqa: F811
+    (path.parent / "model/config.json").write_text(json.dumps(whole_config(SEEING["qwen2_5_vl"]).to_dict()))
+    assert check_model(load(path))[0].tower
+    with pytest.raises(ConfigError, match="a model that reads images needs batching.pack_sequences true, and no fp8"):
+        check_model(load(path, [option]))
 
 
 def test_deep_features_need_their_layers_on_the_first_stage(ranks):

@@ -20,7 +20,7 @@ optimizer = torch.optim.SGD([weight], lr=1.0)
 weight.sum().backward()
 optimizer.step(), optimizer.zero_grad()
 print(json.dumps([name for name, module in sys.modules.items() if type(module) is LateModule]))
-assert not {"sympy", "tensorboard", "torch._dynamo.eval_frame", "torch._inductor"} & set(sys.modules)
+assert not {"sympy", "tensorboard", "wandb.errors", "torch._dynamo.eval_frame", "torch._inductor"} & set(sys.modules)
 
 assert torch.compile(lambda x: x.sum() + 1, backend="eager")(torch.ones(2)) == 3
 optimizer.step(), optimizer.zero_grad()
@@ -32,6 +32,8 @@ with masking_utils.TransformGetItemToIndex():
 from torch.utils.tensorboard import SummaryWriter
 with SummaryWriter(tempfile.mkdtemp()) as writer:
     writer.add_scalar("loss", 1.0, 1)
+import wandb
+assert issubclass(wandb.errors.CommError, wandb.Error)
 assert all(hasattr(sys.modules[name], each) for name, names in LATE.items() for each in names)
 print([name for name, module in sys.modules.items() if type(module) is LateModule])
 """
