@@ -49,10 +49,6 @@ class Lora(Section):
     """A folder in PEFT's format to start from: adapters of this model with the same options. None: A is random and B
     zero, so that training starts from the model itself."""
 
-    sync: Literal["merged", "adapters"] = "merged"
-    """What the engine gets. merged: W + s B A, rounded to its dtype. adapters: W once and then A and s B alone; vLLM
-    adds B A x itself, so that nothing of a small change is rounded away. Needs rollout.placement process."""
-
     def _check(self):
         if len(set(self.targets)) < len(self.targets):
             raise at("targets", f"names a target twice: {', '.join(self.targets)}")

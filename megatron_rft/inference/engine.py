@@ -15,20 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rft.config.lora import Lora
 from megatron_rft.records import Prompt, Response
 from megatron_rft.utils.errors import DataError, RunFailed, UserError
 
 
 class WeightValidator:
-    """Checks the tensors of a stream, also against the streams that were accepted. `kept`: names that a stream may
-    leave out, because the engine has them."""
+    """Checks the tensors of a stream, also against the streams that were accepted."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], model_type: str):
         """`shapes`: the HF name and shape of every tensor that a stream must have."""
         self.shapes, self.model_type = shapes, model_type
         self.before: dict[str, tuple[torch.dtype, bool]] = {}  # name -> dtype, whether it was all zero
-        self.kept: frozenset[str] = frozenset()
 
     def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Begin a stream. Yields its tensors without those that are refused for their name, shape or dtype."""
@@ -61,7 +58,7 @@ class WeightValidator:
     def end(self) -> str | None:
         """Return the first problem of the stream that has ended, or None: then the next one is compared with it. Waits
         for the device once."""
-        missing = [name for name in self.shapes if name not in self._now and name not in self.kept]
+        missing = [name for name in self.shapes if name not in self._now]
         if self._refused or missing:
             absent = f"{len(missing)} of {len(self.shapes)} tensors are"
             return self._refused or f"{missing[0]} is missing ({absent})"
@@ -150,7 +147,6 @@ class Engine(ABC):
     @abstractmethod
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter of the model from the stream. Always read it to its end, because it runs collectives.
-        With `lora`, further streams may have the adapters alone.
 
         Raises:
             RunFailed: a tensor is missing, repeated, unknown, has another shape, is not finite, or is all zero and was
@@ -219,7 +215,6 @@ class EngineOptions:
     keep_caches: bool  # rollout.cache_after_sync=keep
     sleeps: bool  # `sleep` must free device memory
     reserve: int  # bytes of the device that an engine with a `gpu_share` leaves free
-    lora: Lora | None = None  # the engine keeps the model and gets adapters of it; else it gets merged weights
 
 
 def request_seed(*parts: int | str) -> int:

@@ -7,7 +7,6 @@ equal the stream bit for bit in the engine's dtype, except for parameters that i
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -21,19 +20,17 @@ def send(
     engine: Engine,
     version: int,
     verify: bool = False,
-    kept: dict[str, int] | None = None,
 ) -> dict[str, float]:
-    """Load `stream` into `engine` as weights of `version`. Returns metrics. `kept`: checksums of what the engine has
-    besides; those of the stream are added.
+    """Load `stream` into `engine` as weights of `version`. Returns metrics.
 
     Raises:
         RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
-    kept = {} if kept is None else kept
-    sizes = load(stream, engine, version, kept if verify else None)
+    sent: dict[str, int] = {}
+    sizes = load(stream, engine, version, sent if verify else None)
     if verify and (received := engine.checksums()):
-        compare(kept, received, version)
+        compare(sent, received, version)
     return {
         "sync/seconds": time.perf_counter() - start,
         "sync/bytes": float(sum(sizes)),
@@ -79,23 +76,16 @@ class EngineWeights:
     """Sends an actor's weights to the engine, and again to a replacement of a lost engine.
 
     `actor`: a megatron.actor.Actor. `offloaded`: those whose gradients and optimizer state are in host memory while the
-    engine is awake. `adapters`: the engine keeps the frozen weights, and gets the adapters apart.
+    engine is awake.
     """
 
-    def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = (), adapters: bool = False):
+    def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = ()):
         self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
-        self.adapters = adapters
-        self.kept: dict[str, int] = {}  # checksums of what the engine has
         self.version: int | None = None  # the step whose weights the engine has
-        engine.reload = lambda: send(self._stream(whole=True), engine, self.version, True, self.kept)
+        engine.reload = lambda: send(self._stream(), engine, self.version, verify=True)
 
-    def _stream(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
-        """The merged weights or, apart from them, every A and s B; the latter alone if not `whole`."""
-        if not self.adapters:
-            return self.actor.stream(dtype=self.engine.dtype)
-        scale, apart = self.actor.lora.scale, self.actor.stream(adapters=True)
-        scaled = ((name, scale * tensor if name.endswith(".lora_B.weight") else tensor) for name, tensor in apart)
-        return chain(self.actor.stream(merged=False), scaled) if whole else scaled
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        return self.actor.stream(dtype=self.engine.dtype)
 
     def sent(self, version: int) -> bool:
         """Whether the engine is awake with the weights of `version`."""
@@ -124,8 +114,7 @@ class EngineWeights:
         for model in self.offloaded:
             model.training_state.offload()
         self.engine.wake(cache=False)
-        whole = not (self.adapters and self.kept)
-        metrics = send(self._stream(whole), self.engine, version, verify or (whole and self.adapters), self.kept)
+        metrics = send(self._stream(), self.engine, version, verify)
         self.engine.wake()
         self.engine.recover()
         return metrics

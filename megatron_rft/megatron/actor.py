@@ -161,14 +161,11 @@ class Actor:
         if self.optimizer is not None:
             self.optimizer.megatron.reload_model_params()
 
-    def stream(
-        self, adapters: bool = False, merged: bool = True, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, full tensor) of every parameter in a fixed order, `merged` with its adapter (in `dtype`, if
-        that is wider than the weight's) or without, or of the adapters alone. Collective: every rank must exhaust it.
-        """
+    def stream(self, adapters: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of every parameter in a fixed order, merged with its adapter (in `dtype`, if
+        that is wider than the weight's), or of the adapters alone. Collective: every rank must exhaust it."""
         self.finish_param_gather()
-        return weights.stream(self.models, self.mapping, adapters, merged, dtype)
+        return weights.stream(self.models, self.mapping, adapters, dtype)
 
     def snapshot(self, frozen: bool = False) -> list[Tensor]:
         """Copy this rank's trained weights, or with `frozen` all of them, to host memory (pinned if there is a GPU),

@@ -60,21 +60,20 @@ def stream(
     chunks: list[GPTModel],
     mapping: Mapping,
     adapters: bool = False,
-    merged: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
-    If `merged`, the change of a layer's adapter is added to its weight in fp32, and the sum rounded once, to `dtype` if
-    that is wider than the weight's: a change can be as small as the rounding of the weight.
+    The change of a layer's adapter is added to its weight in fp32, and the sum rounded once, to `dtype` if that is
+    wider than the weight's: a change can be as small as the rounding of the weight.
     `adapters`: yield the adapters instead. Collective: every rank must exhaust it. A tensor may share the model's
     memory: copy it to keep it after an update.
     """
     mine = dict(named_tensors(chunks, adapters))
     stacks: dict[str, dict[int, Tensor]] = {}  # of stacked experts: HF name -> slices that have been gathered
-    for stage, name, shape, kind in _list_parameters(mine, mapping.tied, dtype if merged else None):
+    for stage, name, shape, kind in _list_parameters(mine, mapping.tied, dtype):
         if stage == parallel.pp_rank():
-            part = _plain(mine[name], merged).to(kind).contiguous()
+            part = _plain(mine[name]).to(kind).contiguous()
         else:
             part = torch.empty(shape, dtype=kind, device=parallel.device())
         if parallel.pp_size() > 1:
@@ -133,10 +132,10 @@ def _sharding(name: str) -> tuple[int, int]:
     return parallel.tp_size(), parallel.tp_rank()
 
 
-def _plain(parameter: Tensor, merged: bool) -> Tensor:
-    """The values of a parameter, `merged` with the change of its adapter."""
+def _plain(parameter: Tensor) -> Tensor:
+    """The values of a parameter, with the change of its adapter."""
     values = dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
-    adapter = getattr(parameter, "adapter", None) if merged else None
+    adapter = getattr(parameter, "adapter", None)
     return values if adapter is None else (values.float() + adapter.change().detach())
 
 

@@ -60,7 +60,9 @@ def check(
     planned = None if starts else recipe.vllm
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()
-    adapters = lora.check(recipe, shape, engine.name, on_gpu) if recipe.lora and shape else []
+    adapters = [lora.check(recipe.lora, shape)] if recipe.lora and shape else []
+    if adapters and recipe.trainer == "rl":
+        adapters.append(lora.sync_line(recipe.rollout.dtype or recipe.model.precision, shape))
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     routes.check_balancing(recipe.megatron, recipe.lora, shape)
     experts = routes.check(recipe.rollout, recipe.megatron, shape, engine.name) if recipe.trainer == "rl" else []

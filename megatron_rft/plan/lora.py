@@ -3,9 +3,6 @@
 from collections.abc import Iterator
 
 from megatron_rft.config.lora import Lora
-from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Rollout
-from megatron_rft.config.vllm import Vllm
 from megatron_rft.families.shapes import Part, partition_dim
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.model_shape import ModelShape
@@ -18,25 +15,20 @@ LAYERS = {  # by target: the weights that get adapters, by megatron-core's names
 }
 
 
-def check(recipe: Recipe, s: ModelShape, engine: str, on_gpu: bool) -> list[str]:
-    """Return the plan's lines about the adapters.
+def check(options: Lora, s: ModelShape) -> str:
+    """Return the plan's line about the adapters.
 
     Raises:
-        ConfigError: the model cannot have them, or the engine cannot get them apart from the model.
+        ConfigError: the model cannot have them.
     """
-    options, dtype = recipe.lora, recipe.rollout.dtype or recipe.model.precision
-    assert options is not None
     _check_model(options, s)
-    if options.sync == "adapters":
-        _check_sync(engine, recipe.rollout, recipe.vllm, s, on_gpu and dtype == "fp32")
     number = count(options, s)
     size = f"{number / 1e6:.2f} M" if number >= 1e5 else str(number)
     scale = "alpha / sqrt(rank)" if options.use_rslora else "alpha / rank"
-    line = (
+    return (
         f"lora: adapters of rank {options.rank} on {' and '.join(options.targets)}, times {scale} = {options.scale:g}: "
         f"{size} parameters are trained, {number / s.whole():.2%} of the model"
     )
-    return [line, _sync_line(options.sync, number, dtype, s)] if recipe.trainer == "rl" else [line]
 
 
 def _check_model(options: Lora, s: ModelShape) -> None:
@@ -90,37 +82,11 @@ def _layer(parts: tuple[Part, ...], options: Lora, tp: int) -> Iterator[Paramete
             yield Parameter(size // tp if cut else size)
 
 
-def _check_sync(engine: str, rollout: Rollout, vllm: Vllm, s: ModelShape, fp32_on_gpu: bool) -> None:
-    where = "lora.sync: adapters"
-    if (placement := rollout.placement) != "process":
-        why = "a colocated engine may drop its weights while the trainer works" if placement == "colocated" else ""
-        raise ConfigError(f"{where} needs rollout.placement process; {why or 'servers take merged weights alone'}")
-    if engine != "vllm":
-        raise ConfigError(f"{where} needs vLLM, and the engine is {engine}")
-    for option in ("quantization", "speculative_config"):
-        if getattr(vllm, option):
-            raise ConfigError(f"{where} does not go with vllm.{option}, where vLLM's LoRA layers were not tested")
-    if any(s.mixture):
-        raise ConfigError(f"{where} is not for a mixture of experts, where vLLM's LoRA layers were not tested")
-    if fp32_on_gpu:
-        raise ConfigError(f"{where} needs rollout.dtype bf16 on a GPU: vLLM's LoRA kernels do not compute in fp32")
-
-
-def _sync_line(sync: str, number: int, dtype: str, s: ModelShape) -> str:
-    """Which way the weights go to the engine, and why. `number`: of the adapters' parameters. `dtype`: the engine's, as
-    in a recipe."""
-    size = 4 if dtype == "fp32" else 2
-    merged, alone = (f"{size * n / 1e6:,.1f} MB" for n in (s.whole(), number))
-    if sync == "adapters":
-        return (
-            f"sync: the adapters alone, {alone} a time instead of {merged}; vLLM keeps the model and adds B A x, "
-            "rounding nothing of a small change away"
-        )
+def sync_line(dtype: str, s: ModelShape) -> str:
+    """`dtype`: the engine's, as in a recipe."""
+    size = (4 if dtype == "fp32" else 2) * s.whole() / 1e6
     lost = f"; rounding to {dtype} loses part of a small change, mismatch/kl shows its cost" if dtype != "fp32" else ""
-    return (
-        f"sync: the model with its adapters merged, as every engine takes it, {merged} a time (lora.sync=adapters: "
-        f"{alone}){lost}"
-    )
+    return f"sync: the model with its adapters merged, {size:,.1f} MB a time{lost}"
 
 
 def count(options: Lora, s: ModelShape) -> int:

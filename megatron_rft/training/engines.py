@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from megatron_rft.config import Faults, Recipe, Rollout
 from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.config.environment import AnyEnvironment
-from megatron_rft.config.lora import Lora
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.families.towers import sees
@@ -47,7 +46,6 @@ class EngineBuilder:
     vllm: Vllm
     faults: Faults = Faults()
     constraint: DynamicOptions | None = None  # of the refiner
-    lora: Lora | None = None  # if the engine gets adapters apart
     dtype: torch.dtype = torch.float32
     folder: Path = Path("engines")  # logs of engines in processes and servers
     longest_generation: int = 0  # tokens of a prompt and its response
@@ -65,7 +63,6 @@ class EngineBuilder:
             recipe.vllm,
             recipe.faults,
             recipe.constraint if recipe.refines else None,
-            recipe.lora if recipe.lora and recipe.lora.sync == "adapters" else None,
             DTYPES[recipe.rollout.dtype or recipe.model.precision],
             Path(recipe.run.output_dir) / "engines",
             recipe.longest_generation,
@@ -95,7 +92,7 @@ class EngineBuilder:
         for model in offloaded:
             model.training_state.offload()
         engine = self.build(models[0].hf_config)
-        weights = EngineWeights(models[0], engine, offloaded, adapters=self.lora is not None)
+        weights = EngineWeights(models[0], engine, offloaded)
         if offloaded:
             weights.sleep()
         return engine, weights
@@ -128,7 +125,6 @@ class EngineBuilder:
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
             reserve=round(self.rollout.reserve_gib * GIB),
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
-            lora=self.lora if arguments is None else None,
         )
         engine = importlib.import_module(f"megatron_rft.inference.{self.kind(hf_config)}.engine")
         return engine.builder(hf_config, self.dtype, options)

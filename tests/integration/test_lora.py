@@ -1,9 +1,7 @@
 """Runs that train adapters: kill -9 and resume, another layout, PEFT's folder, another base, a critic, a teacher."""
 
 import json
-import os
 import shutil
-import signal
 from concurrent.futures import ProcessPoolExecutor
 from itertools import zip_longest
 from multiprocessing import get_context
@@ -23,10 +21,9 @@ from megatron_rft.plan.vllm import unusable
 from megatron_rft.training.build import load_model_files
 from megatron_rft.utils.errors import DataError
 from tests.integration.test_constraint import SECTIONS
-from tests.integration.test_engine_processes import engines_of
-from tests.integration.test_kill_and_resume import assert_same_run, killed, wait_for_step
+from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.test_online_algorithms import CLOSED, recipe_of
-from tests.integration.tiny import metrics, start, train, write_recipe
+from tests.integration.tiny import metrics, train, write_recipe
 
 LORA = {"rank": 4, "alpha": 8.0}
 PIPO = {"window": 2, "learning_rate": 1e-2, "optimizer_state": "own"}
@@ -172,30 +169,6 @@ def test_vllm_serves_the_folder_as_the_merged_model(pretrained):
         (tokens, found), (merged_tokens, merged), (_, plain) = other.map(vllm_logprobs, *zip_longest(*asked))
     assert tokens == merged_tokens
     assert (found - merged).abs().max() < 1e-5 < 1e-2 < (found - plain).abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-def test_adapters_alone_are_sent_to_an_engine_that_keeps_the_model(tmp_path):
-    """Trainer and engine agree at every step, also after the engine was replaced."""
-    recipe = write_recipe(
-        tmp_path,
-        run={"steps": 6},
-        lora=LORA | {"sync": "adapters"},
-        rollout={"engine": "vllm", "placement": "process", "max_response_tokens": 6},
-        faults={"on_mismatch": "stop", "mismatch_max": 1e-4, "compare_weights_every": 1},
-    )
-    for_vllm(tmp_path / "model")
-    run = tmp_path / "run"
-    process = start(recipe, forked=False)
-    wait_for_step(run, process, 2)
-    os.kill(engines_of(run)[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-3000:]
-    assert "sync: the adapters alone" in output and metrics(run)[-1]["faults/engine_restarts"] == 1
-    shapes = (tensor.numel() for tensor in adapters(run).values())
-    assert {line["sync/bytes"] for line in metrics(run) if "sync/bytes" in line} == {4 * sum(shapes)}
-    assert max(line["mismatch/max"] for line in metrics(run) if "mismatch/max" in line) < 1e-4
 
 
 def test_convert_writes_a_peft_folder_and_the_merged_model(pretrained, tmp_path, capsys):

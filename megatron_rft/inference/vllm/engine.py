@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,9 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.conversion.lora import shapes as adapter_shapes
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
 from megatron_rft.inference.engine import (
     Engine,
@@ -63,8 +60,7 @@ def builder(
 
 class VLLMEngine(Engine):
     """`options`: further engine arguments of vLLM; with `tensor_parallel_size` n, n ranks form the engine. `sleeps`:
-    vLLM allows that for only one engine of a process. `lora`: streams have the model and its adapters (A, and s B)
-    apart, and after the first one may have the adapters alone. The other arguments are those of `EngineOptions`."""
+    vLLM allows that for only one engine of a process. The other arguments are those of `EngineOptions`."""
 
     joins = True
 
@@ -80,7 +76,6 @@ class VLLMEngine(Engine):
         keep_caches: bool = False,
         sleeps: bool = True,
         reserve: int = 0,
-        lora: Lora | None = None,
     ):
         self.config = config
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
@@ -91,13 +86,10 @@ class VLLMEngine(Engine):
         self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
-        shapes = hf_shapes(config) | (adapter_shapes(config, lora) if lora else {})
-        self.validator = WeightValidator(shapes, config.model_type)
+        self.validator = WeightValidator(hf_shapes(config), config.model_type)
         cpu_patches.prepare()
-        from megatron_rft.inference.vllm import adapters, draft_models, weights
+        from megatron_rft.inference.vllm import draft_models, weights
 
-        options |= adapters.arguments(lora) if lora else {}
-        self.adapter = adapters.REQUEST if lora else None
         weights.register()
         draft_models.load_from_their_folder()
         cpu_patches.repair()
@@ -217,7 +209,7 @@ class VLLMEngine(Engine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters, lora_request=self.adapter)
+        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
 
     def _response(self, output: Any) -> Response:
         tokens, flat = tuple(output.token_ids), output.logprobs
@@ -249,31 +241,14 @@ class VLLMEngine(Engine):
 
         self.weight_version = -1
         checked = ((name, tensor.detach()) for name, tensor in self.validator.checked(stream))
-        if self.adapter:
-            problem = self._load_beside_adapters(checked)
-        else:
-            problem = weights.send(self.llm, checked)
-            problem = self.validator.end() or problem
-        if problem:
+        problem = weights.send(self.llm, checked)
+        if problem := self.validator.end() or problem:
             raise RunFailed(f"weights of version {version}: {problem}")
         self.llm.set_weight_version(str(version))
         if not self.keep_caches:  # vLLM then recomputes the caches of unfinished responses
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
         self.versions.add(str(version))
-
-    def _load_beside_adapters(self, stream: Iterator[tuple[str, Tensor]]) -> str | None:
-        """Load the model, unless the stream has the adapters alone, and the adapters. Returns the problem, or None."""
-        from megatron_rft.inference.vllm import adapters, weights
-
-        adapter_tensors: dict[str, Tensor] = {}
-        base, problem = adapters.set_aside(stream, adapter_tensors), None
-        if (first := next(base, None)) is not None:
-            problem = weights.send(self.llm, chain([first], base))
-        if problem := self.validator.end() or problem:
-            return problem
-        self.validator.kept = frozenset(self.validator.shapes.keys() - adapter_tensors.keys())
-        return self.llm.collective_rpc(adapters.bind, args=(adapter_tensors,))[0]
 
     def checksums(self) -> dict[str, int]:
         from megatron_rft.inference.vllm import readback

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -89,9 +88,6 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
     if isinstance(layer, RoutedExperts):
         yield from experts(path.removesuffix(".routed_experts"), layer)
         return
-    if isinstance(layer, BaseLayerWithLoRA):
-        yield from adapters(model, path, layer)
-        return
     for key in parameters(layer):
         values = matrix(layer) if key == "weight" else layer._parameters[key]
         names = hf_names(model, path, key)
@@ -122,7 +118,6 @@ def parameters(layer: nn.Module) -> list[str]:
 
 def hf_names(model: nn.Module, path: str, key: str) -> list[str]:
     """Return the names of the HF tensors that form a parameter of vLLM."""
-    path = path.removesuffix(".base_layer")  # of a layer with adapters
     module = path.rpartition(".")[2]
     parts = getattr(model, "packed_modules_mapping", {}).get(module, [module])
     return [f"{path.removesuffix(module)}{part}.{key}" for part in parts]
@@ -131,15 +126,6 @@ def hf_names(model: nn.Module, path: str, key: str) -> list[str]:
 def layer_hf_names(model: nn.Module, path: str, layer: nn.Module) -> list[str]:
     """Return the names of the HF tensors that form a layer."""
     return [name for key in parameters(layer) for name in hf_names(model, path, key)]
-
-
-def adapters(model: nn.Module, path: str, layer: BaseLayerWithLoRA) -> Iterator[Shard]:
-    """Yield a layer's adapters, if there are any. Such an engine has one worker."""
-    rank = getattr(model, "adapter_rank", 0)
-    names = hf_names(model, path, "lora") if rank else []
-    for name, a, b in zip(names, layer.lora_a_stacked, layer.lora_b_stacked, strict=bool(rank)):
-        yield Shard([f"{name}_A.weight"], a[0, 0, :rank])
-        yield Shard([f"{name}_B.weight"], b[0, 0, :, :rank])
 
 
 def experts(path: str, layer: RoutedExperts) -> Iterator[Shard]:

@@ -8,7 +8,7 @@ from transformers import Qwen3Config
 
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.lora import Lora
-from megatron_rft.conversion import lora
+from megatron_rft.conversion import hf_shapes, lora
 from megatron_rft.megatron import actor as actors
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
@@ -84,11 +84,11 @@ def test_merged_weights_are_rounded_to_the_engines_dtype_alone(one_rank):
     """A small change survives in fp32, where a bf16 sum loses most of it."""
     actor = Actor(CONFIG, Megatron(), Batching(), "bf16", lora=OPTIONS)
     generator = torch.Generator().manual_seed(0)
-    actor.load(weights.random_tensors(CONFIG, seed=0))
-    shapes = lora.shapes(CONFIG, OPTIONS)
+    start, shapes = weights.random_tensors(CONFIG, seed=0), lora.shapes(CONFIG, OPTIONS)
+    actor.load(start)
     given = {name: 0.002 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     actor.load(given.__getitem__, adapters=True)
-    base = {name: tensor.float() for name, tensor in actor.stream(merged=False)}
+    base = {name: start(name).to(torch.bfloat16).float() for name in hf_shapes(CONFIG)}
     rounded, exact = dict(actor.stream()), dict(actor.stream(dtype=torch.float32))
     apart = {name: tensor.float() for name, tensor in actor.stream(adapters=True)}
     for name, tensor in exact.items():

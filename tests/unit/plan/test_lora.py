@@ -9,7 +9,6 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.lora import adapter_chunks, count
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.vllm import unusable
 from tests import families
 from tests.shapes import json_of
 from tests.unit.plan.test_memory import CONFIG, path, sizes  # noqa: F401
@@ -67,40 +66,12 @@ def test_what_a_model_cannot_have(path, change, options, message, capsys):  # no
     assert message in error and error.count("\n") == 1, error
 
 
-LARGE = EXPERTS | {"moe_intermediate_size": 32, "num_experts_per_tok": 1, "hidden_size": 32}
-SYNC = ["lora.rank=2", "lora.sync=adapters"]
-PROCESS = [*SYNC, "rollout.engine=vllm", "rollout.placement=process"]
-
-
-@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_the_plan_says_how_weights_go_to_the_engine(path, capsys):  # noqa: F811
-    (path.parent / "model/config.json").write_text(json.dumps(CONFIG | {"head_dim": 32}))
     assert main.main(["plan", str(path), "lora.rank=2", "model.precision=fp32"]) == 0
     output = capsys.readouterr().out
-    assert "sync: the model with its adapters merged, as every engine takes it, " in output and "rounding" not in output
+    assert "sync: the model with its adapters merged, " in output and "rounding" not in output
     assert main.main(["plan", str(path), "lora.rank=2", "model.precision=bf16"]) == 0
     assert "; rounding to bf16 loses part of a small change" in capsys.readouterr().out
-    assert main.main(["plan", str(path), *PROCESS]) == 0
-    assert "sync: the adapters alone, " in capsys.readouterr().out
-
-
-@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.parametrize(
-    "change, options, message",
-    [
-        ({}, SYNC, "a colocated engine may drop its weights"),
-        ({}, [*PROCESS, "rollout.engine=hf"], "needs vLLM, and the engine is hf"),
-        ({}, [*SYNC, "rollout.placement=server"], "servers take merged weights alone"),
-        ({}, [*PROCESS, "vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"], "vllm.speculative_con"),
-        (LARGE, PROCESS, "is not for a mixture of experts"),
-    ],
-)
-def test_what_an_engine_cannot_take(path, change, options, message, capsys):  # noqa: F811
-    (path.parent / "model/config.json").write_text(json.dumps(CONFIG | {"head_dim": 32} | change))
-    targets = ["lora.targets=[attention]"] if change else []
-    assert main.main(["plan", str(path), *options, *targets]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: lora.sync") and error.count("\n") == 1, error
 
 
 def test_names_of_peft_for_all_modules_of_a_target():
