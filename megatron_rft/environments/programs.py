@@ -3,9 +3,8 @@
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +14,9 @@ from megatron_rft.config.environment import Program
 from megatron_rft.environments.endpoint import Endpoint
 from megatron_rft.environments.messages import Spoken
 from megatron_rft.environments.player import Episodes
-from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.program import Ask, ProgramEpisode, World
-from megatron_rft.environments.template import Template
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, limit
-from megatron_rft.records import Prompt, Response
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling
+from megatron_rft.records import Response
 
 
 @dataclass
@@ -132,44 +129,3 @@ class Programs(Episodes):
 
 def _request(ask: Ask) -> Request:
     return Request(0, ask.prompt, 1, ask.seed, ask.max_tokens)
-
-
-class Script(Engine):
-    """Says given texts, one after the other; the last one again and again."""
-
-    def __init__(self, encode: Callable[[str], list[int]], texts: list[str]):
-        self.encode, self.texts = encode, list(texts)
-
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
-        for request in requests:
-            ids = self.encode(self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
-            most = limit(request, sampling)
-            finish, ids = "stop" if len(ids) <= most else "length", tuple(ids[:most])
-            yield Group(request.id, (Response(ids, (0.0,) * len(ids), finish, 0),) * request.n)
-
-    def load_weights(self, stream: Iterable, version: int) -> None:
-        """It has none."""
-
-    def checksums(self) -> dict[str, int | None]:
-        return {}
-
-    def close(self) -> None:
-        """It holds nothing."""
-
-
-def scripted(
-    options: Program, template: Template, episodes: list[tuple[Prompt, list[str]]], longest: int, log: Path
-) -> list[Response]:
-    """Play episodes, each with the texts that the policy says in it."""
-
-    def encode(text: str) -> list[int]:
-        return [*template.tokenizer.encode(text, add_special_tokens=False), template.stops[0]]
-
-    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, log)
-    named = (options.name, options.max_turns, options.turn_tokens)
-    player, found = Programs(Script(encode, [""]), processes, template, str, *named, options=options), []
-    with closing(player):
-        for number, (problem, texts) in enumerate(episodes):
-            request = Request(number, problem.token_ids, 1, number, problem=problem)
-            found += [r for g in player.play(Script(encode, texts), [request], Sampling(longest)) for r in g.responses]
-    return found

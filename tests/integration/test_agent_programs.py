@@ -74,7 +74,7 @@ def test_with_the_experts_of_the_engine(tmp_path):
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     last = check(tmp_path)[-1]
-    assert last["routes/siblings_differ"] == 0 and abs(last["mismatch/kl"]) < 1e-6
+    assert abs(last["mismatch/kl"]) < 1e-6
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_a_program_that_does_not_repeat_itself_leaves_the_run_valid(tmp_path):
 def test_the_check_names_a_program_that_does_not_repeat_itself(tmp_path):
     arguments = argparse.Namespace(episodes=4, turns=None)
     anew = {"command": [*PROGRAM["command"], "random"]}
-    with pytest.raises(RunFailed, match=r"problem [0-3]: the program asked otherwise the second time"):
+    with pytest.raises(RunFailed, match=r"problem [0-3](, answer \d+)?: .* the second time"):
         environment.run(load(write(tmp_path, environment=anew), []), arguments)
 
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rft.config.environment import Program
 from megatron_rft.environments.process import EnvironmentProcesses
-from megatron_rft.environments.programs import Programs, Script
+from megatron_rft.environments.programs import Programs
+from megatron_rft.environments.script import Script
 from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.records import Prompt

@@ -28,13 +28,13 @@ def check(tmp_path):
 
 def test_an_environment_that_says_the_same(check, capsys):
     assert check("Echo") == 0 and check("Random", turns='["a", "b"]\n["c"]') == 0
-    assert "Random: 2 episodes" in (printed := capsys.readouterr().out) and "said the same" in printed
+    assert "Random: 2 episodes" in (printed := capsys.readouterr().out) and "it was the same" in printed
 
 
 def test_what_is_not_the_same_and_what_fails_is_named(check):
-    with pytest.raises(RunFailed, match=r"problem 0, call [1-4]: said .*, the second time "):
+    with pytest.raises(RunFailed, match=r"problem 0, answer [1-4]: .*, the second time "):
         check("Fickle", turns=json.dumps(["a"] * 4))
-    with pytest.raises(RunFailed, match=r"problem 0, call 1: NotImplementedError"):
+    with pytest.raises(RunFailed, match=r"environment Fails, problem 0, turn 1: NotImplementedError"):
         check("Fails")
     with pytest.raises(DataError, match=r"--turns: .* each line must be a JSON list of texts"):
         check("Echo", turns='{"a": 1}')

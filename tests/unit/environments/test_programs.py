@@ -30,7 +30,8 @@ from tools.bench.programs import byte_tokenizer
 pytest.importorskip("aiohttp")
 from megatron_rft.environments import endpoint  # noqa: E402
 from megatron_rft.environments.program import KEPT  # noqa: E402
-from megatron_rft.environments.programs import Programs, scripted  # noqa: E402
+from megatron_rft.environments.programs import Programs  # noqa: E402
+from megatron_rft.environments.script import scripted  # noqa: E402
 
 HERE = Path(__file__).parent
 AGENT, GRADERS = HERE / "agent.py", HERE / "graders.py"
@@ -358,13 +359,21 @@ def test_openais_client(play, chat_engine, tokenizer):
     assert response.score is None and len(response.turns) == 4 and not response.segments, response.score
 
 
+def said(options, template, problem, texts, longest=2000):
+    """The episode in which the policy says these texts."""
+    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, HERE / "never")
+    named = (options.name, options.max_turns, options.turn_tokens)
+    with contextlib.closing(Programs(None, processes, template, str, *named, options=options)) as player:
+        return scripted(player, [(problem, texts)], longest)
+
+
 def test_calls_of_tools(play, tokenizer):
     pytest.importorskip("openai")
     problem = requests(tokenizer)[0].problem
     options = program("calls_tools", score=f"{GRADERS}:files", turn_tokens=None)
     texts = [CALL, "<think>\nhm\n</think>\n\nSo: " + CALL, "The rest"]
     template = Template(tokenizer, (tokenizer.eos_token_id,))
-    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    (response,) = said(options, template, problem, texts)
     assert json.loads(response.score.reason)["files"] == {"said.txt": "The re|stop"}, response.score
     assert len(response.turns) == 3 and not response.segments
     first, end, _ = response.turns[2]
@@ -376,7 +385,7 @@ def test_anthropics_route(tokenizer):
     options = program("anthropic_route", score=f"{GRADERS}:files", turn_tokens=None)
     texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42."]
     template = Template(tokenizer, (tokenizer.eos_token_id,))
-    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    (response,) = said(options, template, problem, texts)
     assert json.loads(json.loads(response.score.reason)["files"]["found.json"]) == [
         ["thinking", "So:", "add", {"a": 41}, "tool_use"],
         ["It is 42.", True],
@@ -394,7 +403,7 @@ def test_the_route_of_responses(tokenizer, capsys):
     options = program("responses_route", score=f"{GRADERS}:files", turn_tokens=None)
     texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42.", "So it is."]
     template = Template(tokenizer, (tokenizer.eos_token_id,))
-    (response,) = scripted(options, template, [(problem, texts)], 2000, HERE / "never")
+    (response,) = said(options, template, problem, texts)
     assert response.score.error is None, response.score
     found = json.loads(json.loads(response.score.reason)["files"]["found.json"])
     assert found[:4] == [
@@ -423,7 +432,7 @@ def test_a_script_of_a_shell(tokenizer):
     script = f"{sys.executable} {AGENT} once && echo done > result.txt  # {'long ' * 1000}"
     options = Program(kind="program", command=["sh", "-c", script], score=f"{GRADERS}:files")
     template, problem = Template(tokenizer, (tokenizer.eos_token_id,)), requests(tokenizer)[0].problem
-    (response,) = scripted(options, template, [(problem, ["yes"])], 2000, HERE / "never")
+    (response,) = said(options, template, problem, ["yes"])
     assert json.loads(response.score.reason)["files"] == {"result.txt": "done\n"}
 
 
@@ -452,7 +461,7 @@ def test_a_program_in_a_container(tokenizer, tmp_path, monkeypatch, name):
     line = f'E=$(dirname "$MEGATRON_RFT_ROW"); exec {CONTAINERS[name]} {sys.executable} {AGENT} looks'
     options = Program(kind="program", command=["sh", "-c", line], score=f"{GRADERS}:files")
     template, problem = Template(tokenizer, (tokenizer.eos_token_id,)), requests(tokenizer)[0].problem
-    (response,) = scripted(options, template, [(problem, ["yes"])], 2000, tmp_path / "log")
+    (response,) = said(options, template, problem, ["yes"])
     files = json.loads(response.score.reason)["files"]
     seen = json.loads(files["seen.json"])
     assert seen["row"]["question"] == "problem 0" and len(response.turns) == 1
@@ -481,6 +490,6 @@ def test_the_examples_of_agents(tokenizer, name, texts, segments):
     options = Program(kind="program", command=[sys.executable, str(file)], max_turns=20, score=f"{file}:grade")
     template = Template(tokenizer, (tokenizer.eos_token_id,))
     problem = requests(tokenizer)[0].problem
-    (response,) = scripted(options, template, [(problem, [*texts, "Answer:7"])], 9000, HERE / "never")
+    (response,) = said(options, template, problem, [*texts, "Answer:7"], 9000)
     assert response.score.error is None and len(response.segments) == segments - 1, response.score
     assert response.score.reward == float(name == "compacting_agent")
