@@ -81,10 +81,6 @@ def parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show a run's progress, from its files")
     status.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
 
-    checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, and verify them")
-    checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
-    checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")
-
     commands.add_parser("doctor", help="show what is installed, and what a run would use")
     return top
 

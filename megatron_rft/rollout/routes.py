@@ -38,11 +38,9 @@ class RouteStore:
         layers = [layer for layer in range(config.num_hidden_layers) if is_mixture(config, layer)]
         return cls(layers, experts(config), config.num_experts_per_tok)
 
-    def take(self, rollouts: list, step: int) -> tuple[list, int]:
-        """Keep the routes of this rank's rollouts. Returns the rollouts with keys instead, and the number of (token,
-        layer) of prompts at which a response has other experts than the first response to the same prompt."""
-        firsts: dict[int, np.ndarray] = {}
-        kept, differing = [], 0
+    def take(self, rollouts: list, step: int) -> list:
+        """Keep the routes of this rank's rollouts. Returns the rollouts with keys instead."""
+        kept = []
         for rollout in rollouts:
             if rollout.score.error is not None:  # no batch has it, and its episode may have ended anywhere
                 kept.append(replace(rollout, response=replace(rollout.response, routes=-1)))
@@ -56,11 +54,8 @@ class RouteStore:
             routes = self.checked(routes, tokens, where)
             key = step << 32 | rollout.prompt_index << 12 | rollout.sample
             self.held[key] = routes
-            if rollout.response.prompt_ids is None:
-                ordered = np.sort(routes[:prompt], -1)
-                differing += int((ordered != firsts.setdefault(rollout.prompt_index, ordered)).any(-1).sum())
             kept.append(replace(rollout, response=replace(rollout.response, routes=key)))
-        return kept, differing
+        return kept
 
     def checked(self, routes: np.ndarray | None, tokens: int, where: str) -> np.ndarray:
         """Return `routes` in the smallest type. Raises RunFailed, with token and layer, if some are missing, double or

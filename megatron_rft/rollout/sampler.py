@@ -53,7 +53,6 @@ class RoundResult:
     generation_seconds: float
     reward_seconds: float  # includes grading during generation
     refiner_seconds: float = 0.0  # includes refinement during generation
-    siblings_differ: int = 0  # tokens of prompts, by layer, for which responses to one prompt used other experts
 
     @cached_property
     def batch(self) -> Batch:
@@ -172,8 +171,6 @@ class Sampler:
             "rollout/kept_groups": groups,
             "rollout/staleness": step - 1 - oldest,
         }
-        if "route" in result.sequences:
-            metrics["routes/siblings_differ"] = sum(each.siblings_differ for each in rounds)
         return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
     def _kept(self, rounds: list[RoundResult]) -> list[Batch]:
@@ -190,7 +187,7 @@ class Sampler:
         """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
         step, parts = pending.step, [part() for part in pending.parts]
         if self.routes:
-            parts = [self._without_routes(part, step) for part in parts]
+            parts = [replace(part, rollouts=self.routes.take(part.rollouts, step)) for part in parts]
         results = self.gather([replace(part, rollouts=list(map(packed, part.rollouts))) for part in parts])
         rollouts = [replace(r, prompt=pending.prompts[r.prompt_index]) for result in results for r in result.rollouts]
         words = dict(self.gather_on_main([words_of(r) for part in parts for r in part.rollouts]))
@@ -204,11 +201,7 @@ class Sampler:
             check_share(failed, len(rollouts), self.reward, when)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
         seconds = (max(getattr(result, name) for result in results) for name in clocks)
-        return RoundResult(rollouts, *seconds, sum(result.siblings_differ for result in results))
-
-    def _without_routes(self, part: RoundResult, step: int) -> RoundResult:
-        rollouts, differing = self.routes.take(part.rollouts, step)
-        return replace(part, rollouts=rollouts, siblings_differ=differing)
+        return RoundResult(rollouts, *seconds)
 
     def _graded(self, step: int, requests: list[Request], generate: Generate) -> RoundResult:
         """Generate, score and refine this rank's requests. One thread begins to grade groups while later ones are

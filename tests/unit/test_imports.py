@@ -41,7 +41,6 @@ WITHOUT_TORCH = {
     "commands/main",
     "commands/parser",
     "commands/doctor",
-    "commands/checkpoints",
     "commands/train",
     "commands/rehearse",
     "rehearsal/__init__",

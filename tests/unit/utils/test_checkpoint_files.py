@@ -1,8 +1,6 @@
 import json
 
-from megatron_rft.commands import main
 from megatron_rft.utils.checkpoint_files import DIGESTS, damage, join_digests
-from megatron_rft.utils.errors import FAILED
 
 
 def checkpoint(run):
@@ -13,14 +11,11 @@ def checkpoint(run):
     return folder
 
 
-def test_a_checkpoint_of_an_older_version_has_no_digests(tmp_path, capsys):
-    folder = checkpoint(tmp_path)
-    assert damage(folder) == ""
-    assert main.main(["checkpoints", str(tmp_path), "--verify"]) == 0
-    assert "not checked: it has no digests" in capsys.readouterr().out
+def test_a_checkpoint_of_an_older_version_has_no_digests(tmp_path):
+    assert damage(checkpoint(tmp_path)) == ""
 
 
-def test_each_kind_of_damage_is_named(tmp_path, capsys):
+def test_each_kind_of_damage_is_named(tmp_path):
     folder = checkpoint(tmp_path)
     join_digests(folder)
     assert damage(folder) == "" and set(json.loads((folder / DIGESTS).read_text())) == {"run.json", "__0_0.distcp"}
@@ -33,5 +28,4 @@ def test_each_kind_of_damage_is_named(tmp_path, capsys):
     shard.unlink()
     assert damage(folder) == "__0_0.distcp is missing"
     (folder / DIGESTS).write_text("{")
-    assert main.main(["checkpoints", str(tmp_path), "--verify"]) == FAILED
-    assert "DAMAGED: digests.json cannot be read" in capsys.readouterr().out
+    assert damage(folder) == "digests.json cannot be read"
