@@ -471,10 +471,6 @@ class Checkpoint(Section):
     """Number of newest checkpoints to keep."""
     asynchronous: bool = True
     """Write while training continues."""
-    gather_gib: NonNegative = 128.0
-    """The distributed optimizer's state of up to this many GiB in all (12 bytes a parameter) is gathered on the hosts
-    of the first data-parallel ranks, in megatron-core's format. Of a larger one each rank writes its own part. Both can
-    be resumed in any layout."""
 
 
 class Wandb(Section):

@@ -1,8 +1,8 @@
 """Writes and reads checkpoints: megatron's distributed format, and a JSON and a safetensors file for the rest.
 
     checkpoints/step_000040/          atomic: written as step_000040.*.partial, then renamed
-        weights and moments           torch_dist, reshardable to any TP x PP x DP
-        optimizer_00017.safetensors   of large models: rank 17's part of the optimizer's state, instead of torch_dist's
+        weights                       torch_dist, reshardable to any TP x PP x DP
+        optimizer_00017.safetensors   rank 17's part of the distributed optimizer's state (optimizer_shards.py)
         run.json                      step, data position and the trainer's other values
         state.safetensors             the objective's state (PIPO's window and previous batch)
         digests.json                  size and SHA-256 of each file, checked before a run resumes from it
@@ -20,14 +20,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -53,12 +52,7 @@ from megatron_rft.utils.checkpoint_files import PARTIAL, latest
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder_is_lost
 from megatron_rft.utils.processes import die_with, without_stop_signals
 
-# Only this format can change TP and PP. With the second flag the optimizer's state is gathered only on the host of the
-# first data-parallel rank; without it every rank gathers all of it on its GPU.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # only this format can change TP and PP
 
 
 class Checkpointer:
@@ -74,12 +68,11 @@ class Checkpointer:
         keep: int = 2,
         asynchronous: bool = True,
         averages: dict[str, MovingAverage] | None = None,
-        gathers: bool = True,
     ):
-        """`gathers`: the optimizer's state is gathered into megatron-core's format, on the hosts of the first
-        data-parallel ranks. Otherwise each rank writes its own part (optimizer_shards.py). Both formats are read."""
         self.folder, self.models, self.keep, self.asynchronous = folder, models, keep, asynchronous
-        self.averages, self.gathers = averages or {}, gathers
+        self.averages = averages or {}
+        for actor in models.values():
+            optimizer_shards.gather_nothing(actor.optimizer.megatron)
         self.queue = AsyncCallsQueue(persistent=False)
         self.failed = False
         start_results_queue()
@@ -105,9 +98,9 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
         parallel.barrier("checkpoint")
-        shards = None if self.gathers else optimizer_shards.Shards()
+        shards = optimizer_shards.Shards()
         request = dist_checkpointing.save(
-            self._sharded(False, shards),
+            self._sharded(shards),
             str(partial),
             # data-parallel ranks have the same weights: each writes a part
             FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.dp_with_cp_group()),
@@ -117,10 +110,9 @@ class Checkpointer:
         if dist.get_rank() == 0:
             save_file({name: value.contiguous() for name, value in state.items()}, partial / "state.safetensors")
             (partial / "run.json").write_text(json.dumps(run, indent=1))
-        own = shards and functools.partial(shards.write, optimizer_shards.file_of(partial, dist.get_rank()))
+        own = functools.partial(shards.write, optimizer_shards.file_of(partial, dist.get_rank()))
         if request is None:
-            if own:
-                own()
+            own()
             checkpoint_files.write_own_digests(partial, dist.get_rank())
             parallel.barrier("checkpoint")
             self._publish(partial, final)
@@ -128,7 +120,7 @@ class Checkpointer:
             request.add_finalize_fn(lambda: self._publish(partial, final))
             write = functools.partial(_write, os.getpid(), request.async_fn, own, partial, dist.get_rank())
             with without_stop_signals():
-                self.queue.schedule_async_request(request._replace(async_fn=(request.async_fn or own) and write))
+                self.queue.schedule_async_request(request._replace(async_fn=write))
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Cheap; call it once per step."""
@@ -200,9 +192,8 @@ class Checkpointer:
         try:
             read = get_default_load_sharded_strategy(str(path))
             shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
-            own = parallel.on_main(lambda: optimizer_shards.index(path))
-            shards = optimizer_shards.ShardReader(own) if own else None
-            loaded = dist_checkpointing.load(self._sharded(True, shards), str(path), shared)
+            shards = optimizer_shards.ShardReader(parallel.on_main(lambda: optimizer_shards.index(path)))
+            loaded = dist_checkpointing.load(self._sharded(), str(path), shared)
             self._load_into_models(loaded, shards)
         except Exception as error:
             raise DataError(
@@ -214,18 +205,16 @@ class Checkpointer:
         parallel.barrier("checkpoint")
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
 
-    def _load_into_models(self, loaded: dict[str, Any], shards: optimizer_shards.ShardReader | None) -> None:
+    def _load_into_models(self, loaded: dict[str, Any], shards: optimizer_shards.ShardReader) -> None:
         for name, actor in self.models.items():
             for index, chunk in enumerate(actor.models):
                 state = {k.removeprefix(f"{name}."): v for k, v in loaded[f"{name}.{index}"].items()}
                 chunk.load_state_dict(state, strict=actor.lora is None)
             for moments in actor.optimizer.every_moments:
                 optimizer = actor.optimizer.megatron
-                apart = optimizer_shards.nothing_gathered(optimizer) if shards else nullcontext()
-                with actor.optimizer.using(moments), apart:
+                with actor.optimizer.using(moments):
                     optimizer.load_state_dict(loaded[f"{name}.optimizer.{moments}"])
-                    if shards:
-                        shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
+                    shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
             actor.optimizer.schedule.load_state_dict(loaded[f"{name}.schedule"])
 
     def _chunks(self, name: str, actor: Actor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -236,10 +225,8 @@ class Checkpointer:
         keys = ["model"] if len(actor.models) == 1 else [f"model{i}" for i in range(len(actor.models))]
         return model, dict(zip(keys, model.values(), strict=True))
 
-    def _sharded(
-        self, loading: bool, shards: optimizer_shards.Shards | optimizer_shards.ShardReader | None = None
-    ) -> dict[str, Any]:
-        """`shards`: what writes or reads the optimizer's state, if it is not gathered."""
+    def _sharded(self, shards: optimizer_shards.Shards | None = None) -> dict[str, Any]:
+        """`shards`: gets the optimizers' states; None: this is for loading."""
         metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
         whole: dict[str, Any] = {}
         for name, actor in self.models.items():
@@ -247,14 +234,11 @@ class Checkpointer:
             model, chunks = self._chunks(name, actor)
             for moments in actor.optimizer.every_moments:
                 optimizer = actor.optimizer.megatron
-                apart = optimizer_shards.nothing_gathered(optimizer) if shards else nullcontext()
-                with actor.optimizer.using(moments), apart:
-                    if not loading:
+                with actor.optimizer.using(moments):
+                    if shards:
                         actor.optimizer.fill_in()
-                        if shards:
-                            shards.add(f"{name}.{moments}", optimizer, chunks)
-                    part = optimizer.sharded_state_dict(chunks, is_loading=loading, metadata=metadata)
-                _skip_gathered_elsewhere(part)
+                        shards.add(f"{name}.{moments}", optimizer, chunks)
+                    part = optimizer.sharded_state_dict(chunks, is_loading=shards is None, metadata=metadata)
                 if moments != "own":
                     add_prefix_for_sharding(part, f"{moments}.")
                 whole[f"{name}.optimizer.{moments}"] = part
@@ -265,7 +249,7 @@ class Checkpointer:
 
     def _publish(self, partial: Path, final: Path) -> None:
         """Renames a finished checkpoint to its final name, then removes old ones."""
-        written = self.gathers or optimizer_shards.file_of(partial, dist.get_rank()).is_file()
+        written = optimizer_shards.file_of(partial, dist.get_rank()).is_file()
         if not all(parallel.from_all_ranks(written, "checkpoint")):
             raise OSError(errno.ENOSPC, f"a rank could not write its part of the optimizer's state into {partial}")
         if dist.get_rank() == 0:
@@ -277,20 +261,10 @@ class Checkpointer:
         parallel.barrier("checkpoint")
 
 
-def _skip_gathered_elsewhere(part: dict[Any, Any]) -> None:
-    """Marks an optimizer's state that another data-parallel rank has gathered and saves. Otherwise megatron-core warns
-    that the ranks differ."""
-    for key, value in part.items():
-        if key == "param_state" and value is None:
-            part[key] = LocalNonpersistentObject(None)
-        elif isinstance(value, dict):
-            _skip_gathered_elsewhere(value)
-
-
 def _write(
     parent: int,
     write: Callable[..., None] | None,
-    own: Callable[[], None] | None,
+    own: Callable[[], None],
     folder: Path,
     rank: int,
     *arguments: Any,
@@ -299,9 +273,8 @@ def _write(
     digests of what they have written."""
     die_with(parent)
     os.register_at_fork(after_in_child=lambda: die_with(os.getppid()))  # megatron-core writes in several processes
-    if own:
-        with suppress(Exception):  # `_publish` sees that the file is missing
-            own()
+    with suppress(Exception):  # `_publish` sees that the file is missing
+        own()
     if write:
         write(*arguments)  # puts an error into the queue of results
     with suppress(OSError):  # the same error; digests.json gets what is missing from the files themselves

@@ -1,7 +1,8 @@
 """The optimizer's state in a checkpoint, written by each rank for itself: nothing is gathered.
 
-megatron-core's format gathers a pipeline stage's state on its first data-parallel ranks: 12 bytes a parameter through
-gloo, 384 GB for 32B parameters. Here a rank writes the ranges of the flattened parameters that it owns:
+megatron-core's format that any layout can read gathers a pipeline stage's state on its first data-parallel ranks: 12
+bytes a parameter through gloo, 384 GB for 32B parameters. Here a rank writes the ranges of the flattened parameters
+that it owns:
 
     optimizer_00017.safetensors       named i/param, i/exp_avg, i/exp_avg_sq: range i of this rank
     its metadata                      for each i: the set of moments, the whole tensor's key, the box that the rank's
@@ -15,7 +16,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -55,17 +55,11 @@ def parts(optimizer: Any) -> list:
     return [part for part in optimizer.chained_optimizers if hasattr(part, "gbuf_ranges")]
 
 
-@contextmanager
-def nothing_gathered(optimizer: Any) -> Iterator[None]:
+def gather_nothing(optimizer: Any) -> None:
     """Let megatron-core's checkpoint of the optimizer leave out fp32 weights and moments."""
     for part in parts(optimizer):
         part.sharded_param_state_fully_reshardable = lambda *_, **__: {}
         part.load_parameter_state_from_fully_reshardable = lambda _: None
-    try:
-        yield
-    finally:
-        for part in parts(optimizer):
-            del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
 
 
 def owned(part: Any, chunks: dict[str, Any]) -> Iterator[tuple[Tensor, int, int, list[tuple[Range, int, bool]]]]:

@@ -133,8 +133,7 @@ def _memory_lines(
     if not gpu_gib and device.torch_is_cpu_build():
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
-        writers = min(ranks, layout.tp * layout.pp)
-        lines += host.lines(plan, ranks, writers, engines)
+        lines += host.lines(plan, ranks, engines)
     return lines + ([memory.check_fits(plan)] if gpu_gib and must_fit else [])
 
 

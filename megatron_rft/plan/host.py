@@ -4,7 +4,6 @@ The estimates are those of memory.py, plus the resident libraries. A vLLM on a C
 weights stays in memory during training.
 """
 
-from megatron_rft.config.messages import many
 from megatron_rft.plan.memory import GIB, MemoryPlan, gib
 from megatron_rft.utils.device import machine_bytes
 
@@ -17,7 +16,7 @@ def resident(m: MemoryPlan) -> int:
 
 
 def at_checkpoint(m: MemoryPlan) -> int:
-    """Return the approximate bytes of the first data-parallel rank's process while it makes a checkpoint."""
+    """Return the approximate bytes of a rank's process while it makes a checkpoint."""
     return _always(m) + m.engine * m.engines.by_vllm + m.checkpoint
 
 
@@ -25,16 +24,12 @@ def _always(m: MemoryPlan) -> int:
     return round(LIBRARIES[m.engines.by_vllm] * GIB) + m.state.total + m.awake + m.links + m.host
 
 
-def lines(m: MemoryPlan, ranks: int, writers: int, engines: int) -> list[str]:
-    """`ranks`: on this machine. `writers`: number of first data-parallel ranks among them. `engines`: processes outside
-    of the ranks."""
-    per_rank, here = resident(m), machine_bytes()
-    more = max(0, at_checkpoint(m) - per_rank)
+def lines(m: MemoryPlan, ranks: int, engines: int) -> list[str]:
+    """`ranks`: on this machine. `engines`: processes outside of the ranks."""
+    per_rank, here = max(resident(m), at_checkpoint(m)), machine_bytes()
     each = m.engines.weights + round(LIBRARIES[m.engines.by_vllm] * GIB)
-    total = ranks * per_rank + writers * more + engines * each
+    total = ranks * per_rank + engines * each
     report = [f"memory without a GPU: about {gib(per_rank)} a rank, {gib(total)} on this machine"]
-    if more:
-        report[0] += f"; {gib(per_rank + more)} on {many(writers, 'rank')} during a checkpoint"
     if total > here:
         report.append(
             f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "

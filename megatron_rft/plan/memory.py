@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.config.lora import Lora
-from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Batching, Checkpoint, Model, Rollout
+from megatron_rft.config.sections import Batching, Model, Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.activations import activations
 from megatron_rft.plan.devices import GIB
@@ -65,10 +64,7 @@ def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_he
     per_parameter = moments * (2 if own_moments else 1) + (main if element == 2 else 0)
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
     state = State(frozen, 0, 0)
-    # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
-    for count, ranks, buffer, _ in buffers(
-        recipe.lora, recipe.model, extra, s, layout, stage, value_head, overlap=False
-    ):
+    for count, ranks, buffer, _ in buffers(recipe.lora, recipe.model, extra, s, layout, stage, value_head):
         if recipe.optimizer.use_distributed_optimizer:
             length = sum(length for length, _ in buffer)
             state += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
@@ -91,12 +87,12 @@ def buffers(
     layout: Layout,
     stage: int,
     value_head: bool,
-    overlap: bool,
 ) -> Iterator[tuple[int, int, list, int]]:
     """Yield (parameters, ranks that share them, buckets, parameters of the largest tensor) of each buffer of gradients
     on a rank of the pipeline stage.
 
-    `extra`: further options of the section `megatron`. `overlap`: its default of `overlap_grad_reduce`.
+    `extra`: further options of the section `megatron`. The default on GPUs overlaps, and its buckets add a few
+    kilobytes of padding, which are not counted.
     """
     data_parallel = layout.world // (layout.tp * layout.pp)  # context parallel ranks share it too
     experts_parallel = layout.world // (layout.ep * layout.etp * layout.pp)
@@ -107,7 +103,7 @@ def buffers(
     if s.tower and stage == 0 and model.vision == "trained":
         trained[0] += map(Parameter, s.tower.parameters)
     for number, chunk in enumerate(trained):
-        whole = not extra.get("overlap_grad_reduce", overlap) or stage > 0 or number > 0
+        whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
             parameters = [each for each in chunk if each.expert == expert]
             if parameters:
@@ -210,33 +206,18 @@ def update_memory(
     return state, round(tower) + activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 
-def gathers(checkpoint: Checkpoint, s: ModelShape) -> bool:
-    """Whether a checkpoint gathers the distributed optimizer's state."""
-    return (MOMENTS + MAIN) * s.whole() <= checkpoint.gather_gib * GIB
-
-
-def gathered(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, overlap: bool = False) -> int:
-    """Return the additional host memory of the first data-parallel rank while it makes a checkpoint, or of each rank
-    if each writes its own part.
-
-    It gathers Adam's moments and fp32 weights of all parameters of its stage, for each set of moments. For a bucket it
-    holds its own part, gloo's buffer, the parts of all ranks and their concatenation. The writer then gets copies of
-    everything, and of the rank's share of the weights: whole tensors. `overlap`: the backward pass reduces gradients in
-    buckets, which is the default on GPUs.
-    """
+def saved(recipe: Recipe, s: ModelShape, layout: Layout, stage: int) -> int:
+    """Return the additional host memory of a rank while it makes a checkpoint: copies for the writer of its part of
+    fp32 weights and moments, for each set of moments, and of its share of the weights, whole tensors."""
     if not recipe.optimizer.use_distributed_optimizer:
         return 0
-    held, weights, largest, alone = 0, 0, 0.0, not gathers(recipe.checkpoint, s)
-    sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
-    extra = recipe.megatron.extra
+    copies, own = 0, recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
+    sections = recipe.lora, recipe.model, recipe.megatron.extra
     for value_head in (False, True) if recipe.critic else (False,):
-        for count, ranks, buffer, tensor in buffers(
-            recipe.lora, recipe.model, extra, s, layout, stage, value_head, overlap
-        ):
-            weights += BYTES[recipe.model.precision] * max(count // ranks, tensor)
-            held += (MOMENTS + MAIN) * count * (1 if value_head else sets) // (ranks if alone else 1)
-            largest = max(largest, (1 + 1 / ranks) * max(length for length, _ in buffer))
-    return weights + (held if alone else held + max(held, round((MOMENTS + MAIN) * largest)))
+        for count, ranks, _, tensor in buffers(*sections, s, layout, stage, value_head):
+            copies += BYTES[recipe.model.precision] * max(count // ranks, tensor)
+            copies += (MOMENTS + MAIN) * count * (1 + (own and not value_head)) // ranks
+    return copies
 
 
 def gib(size: int) -> str:
@@ -263,7 +244,7 @@ class MemoryPlan:
         self.distilled = max(distilled, default=0)  # on the device while this teacher computes, before the update
         # weights in host memory, and the optimizer's state if it waits there while engines generate
         self.host = sum(distilled) + self._references() + self.state.optimizer * self.offloads
-        self.checkpoint = gathered(recipe, s, layout, self.stage, overlap=bool(device))
+        self.checkpoint = saved(recipe, s, layout, self.stage)
 
     def _fullest_stage(self) -> tuple[int, State, int]:
         """Return (number, state, activations)."""
@@ -332,13 +313,7 @@ def lines(m: MemoryPlan) -> list[str]:
             "also where they share a rank's GPU"
         )
     if m.checkpoint:
-        ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
-        where = (
-            f"{ranks}, none on the others"
-            if gathers(recipe.checkpoint, m.s)
-            else "each rank, which writes its own part"
-        )
-        report.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {where}")
+        report.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on each rank")
     if m.host:
         what = "weights and optimizer state" if m.offloads else "weights"
         report.append(f"memory of the host, for each rank: {gib(m.host)} of {what} that wait for their turn")

@@ -24,7 +24,6 @@ from typing import Any
 from megatron_rft.config import load
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.plan.devices import NODE, Efficiency, device
-from megatron_rft.plan.memory import gathers
 from megatron_rft.plan.model_shape import find_model, read_shape
 from megatron_rft.rehearsal import guard
 from megatron_rft.rehearsal.ledger import Ledger
@@ -143,9 +142,7 @@ class Step:
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
             dtype = DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
             deque(models.actor.stream(dtype=dtype), maxlen=0)
-        distributed = self.recipe.optimizer.use_distributed_optimizer
-        one_file = gathers(self.recipe.checkpoint, read_shape(find_model(self.recipe.model.path)))
-        saving.rehearse(self.ledger, self.mode, models, distributed, one_file)
+        saving.rehearse(self.ledger, self.mode, models)
         return self.times
 
     # ---- trainers

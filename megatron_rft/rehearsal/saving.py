@@ -1,8 +1,8 @@
 """Makes a checkpoint and an export as the run does, but writes no tensor.
 
-The checkpoint goes through `Checkpointer.save`: sharded state, the gathering of the optimizer's state, megatron-core's
-distribution of shards over data-parallel ranks, the local plan, and the copies for the writer. megatron-core's check
-that one rank writes each shard needs the shards of other ranks: a run makes it.
+The checkpoint goes through `Checkpointer.save`: sharded state, the rank's part of the optimizer's state,
+megatron-core's distribution of shards over data-parallel ranks, the local plan, and the copies for the writer.
+megatron-core's check that one rank writes each shard needs the shards of other ranks: a run makes it.
 """
 
 import queue
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import state_dict_utils
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async, fully_parallel
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,13 +23,12 @@ from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.training.models import Models
 
 
-def rehearse(ledger: Ledger, mode: FakeDevice, models: Models, distributed: bool, gathers: bool) -> None:
-    """Rehearse a checkpoint and an export. `distributed`: the run has the distributed optimizer, whose state the first
-    data-parallel rank gathers if the run `gathers`."""
-    _install(distributed)
+def rehearse(ledger: Ledger, mode: FakeDevice, models: Models) -> None:
+    """Rehearse a checkpoint and an export."""
+    _install()
     with tempfile.TemporaryDirectory() as folder, mode.shapes_on_the_host():
         with ledger.during("checkpoint"), ledger.holding("checkpoint"):
-            _save(checkpoints.Checkpointer(Path(folder), models.trained, averages=models.averages, gathers=gathers))
+            _save(checkpoints.Checkpointer(Path(folder), models.trained, averages=models.averages))
         if parallel.rank() == 0:  # the other ranks send their weights, as they do to an engine
             with ledger.during("export"), ledger.holding("buckets"):
                 actor = models.actor
@@ -41,24 +39,18 @@ def _touch(_: Any, path: Path, **__: Any) -> None:
     path.touch()
 
 
-def _install(distributed: bool) -> None:
+def _install() -> None:
     """Replace functions of torch and megatron-core that need other ranks."""
     filesystem_async._results_queue = queue.Queue()
     for module in (state_dict_utils, fully_parallel):
         module.validate_sharding_integrity = lambda *_, **__: None
     MCoreSavePlanner.create_global_plan = lambda self, plans: (plans, Metadata({}))
-    plain = dist.all_gather_object
-
-    def all_gather_object(gathered: list, own: Any, group: dist.ProcessGroup | None = None) -> None:
-        plain(gathered, own, group)
-        if distributed and isinstance(own, list) and any(isinstance(shard, ShardedTensor) for shard in own):
-            gathered[1:] = [[shard for shard in own if "optimizer.state." not in shard.key]] * (len(gathered) - 1)
 
     def gather_object(obj: Any, object_gather_list: list | None = None, *_: Any, **__: Any) -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    dist.all_gather_object, dist.gather_object = all_gather_object, gather_object
+    dist.gather_object = gather_object
 
 
 def _save(checkpointer: checkpoints.Checkpointer) -> None:

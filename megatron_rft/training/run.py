@@ -19,7 +19,6 @@ from megatron_rft.launching.ranks import PARENT
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
-from megatron_rft.plan.memory import gathers
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases, Throughput, peak_tflops
@@ -89,7 +88,7 @@ class TrainingRun:
             patience = recipe.evaluation.patience
             self.best = BestModel(models.actor, self.folder / "best", tokenizer_folder(recipe.model), patience)
         options, folder = recipe.checkpoint, self.folder / "checkpoints"
-        how = options.keep, options.asynchronous, models.averages, gathers(options, sizes)
+        how = options.keep, options.asynchronous, models.averages
         self.checkpoints = Checkpointer(folder, models.trained, *how)
         self.tracker: Tracker | None = None
 

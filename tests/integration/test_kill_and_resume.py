@@ -260,7 +260,7 @@ def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path)
 def test_killed_while_each_rank_writes_its_part_of_a_checkpoint(tmp_path):
     """The checkpoint before it stays the newest and is intact, and the resumed run ends with the same weights."""
     sharded = {
-        "checkpoint": {"every": 2, "gather_gib": 0},
+        "checkpoint": {"every": 2},
         "optimizer": {"lr": 1e-2, "use_distributed_optimizer": True},
     }
     recipe, out, ranks = write_recipe(tmp_path, **sharded), tmp_path / "killed", ("--nproc", "2")

@@ -18,7 +18,7 @@ from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
 from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import gathered, update_memory
+from megatron_rft.plan.memory import saved, update_memory
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.rehearsal import report
@@ -316,8 +316,8 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once
     assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
-    saved = found["host"]["checkpoint"] - found["host"]["weights to the engine"]
-    assert saved == pytest.approx(gathered(options, s, layout, number, overlap=True), rel=within)
+    copies = found["host"]["checkpoint"] - found["host"]["weights to the engine"]
+    assert copies == pytest.approx(saved(options, s, layout, number), rel=within)
     both = state.total + estimate, peak["total"]
     assert both[0] == pytest.approx(both[1], rel=within), (peak["parts"], state, estimate)
 

@@ -22,7 +22,7 @@ RUN = {
     "pipo__learning_rate": 1e-2,
 }
 ONE_RANK = {"megatron__tensor_model_parallel_size": 1, "megatron__sequence_parallel": "false"}
-LAYOUT = {"megatron__pipeline_model_parallel_size": 2, "checkpoint__gather_gib": 0}  # and the recipe's TP 2
+LAYOUT = {"megatron__pipeline_model_parallel_size": 2}  # and the recipe's TP 2
 
 
 @pytest.fixture
