@@ -60,12 +60,14 @@ IMAGE = 91  # the token of an image
 
 def seeing(kind: str, text: dict, tower: dict):
     """A language model's configuration with that of its tower."""
-    tower |= dict(depth=3, hidden_size=32, num_heads=2, in_channels=3, spatial_merge_size=2, temporal_patch_size=2)
+    tower = tower | dict(
+        depth=3, hidden_size=32, num_heads=2, in_channels=3, spatial_merge_size=2, temporal_patch_size=2
+    )
     return language_config(
         AutoConfig.for_model(
             kind,
             text_config=SIZES | text,
-            vision_config=tower | dict(intermediate_size=48, out_hidden_size=SIZES["hidden_size"]),
+            vision_config=tower | dict(intermediate_size=48, out_hidden_size=(SIZES | text)["hidden_size"]),
             image_token_id=IMAGE,
             video_token_id=92,
             vision_start_token_id=93,
@@ -131,15 +133,19 @@ FAMILIES = {
         rope_parameters=YARN | dict(truncate=False),
     ),
 }
-SEEING = {  # models that read images
-    "qwen2_5_vl": seeing(
-        "qwen2_5_vl",
-        dict(rope_parameters=DEFAULT | dict(mrope_section=[1, 2, 1])),
-        dict(patch_size=4, window_size=16, fullatt_block_indexes=[1]),
-    ),
-    "qwen3_vl": seeing(
-        "qwen3_vl",
-        dict(num_hidden_layers=8, head_dim=16, rope_parameters=DEFAULT | dict(mrope_section=[4, 2, 2])),
-        dict(patch_size=4, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
-    ),
+TOWERS = {
+    "qwen2_5_vl": dict(patch_size=4, window_size=16, fullatt_block_indexes=[1]),
+    "qwen3_vl": dict(patch_size=4, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
 }
+NARROW = {
+    "qwen2_5_vl": dict(rope_parameters=DEFAULT | dict(mrope_section=[1, 2, 1])),
+    "qwen3_vl": dict(num_hidden_layers=8, head_dim=16, rope_parameters=DEFAULT | dict(mrope_section=[4, 2, 2])),
+}
+WIDE = {  # vLLM's CPU build has no attention with narrower heads
+    "qwen2_5_vl": dict(hidden_size=128, rope_parameters=DEFAULT | dict(mrope_section=[4, 6, 6])),
+    "qwen3_vl": dict(head_dim=32, rope_parameters=DEFAULT | dict(mrope_section=[8, 4, 4])),
+}
+# models that read images
+SEEING, SEEING_WIDE = (
+    {kind: seeing(kind, texts[kind], tower) for kind, tower in TOWERS.items()} for texts in (NARROW, WIDE)
+)

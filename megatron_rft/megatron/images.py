@@ -13,7 +13,7 @@ Images are large, so a batch has only their keys. Each rank asks its source for 
 first pipeline stage pixels, once for all responses to a prompt in a micro-batch.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,16 +98,23 @@ class Placed:
         return Seen(pixels, send(grids, device), send(cells, device), send(mine[cells], device))
 
 
-def rope_positions(ids: Tensor, grids: list[Grid], token: int, merge: int) -> Tensor:
-    """[n] ids of a prompt -> [3, n] positions. Raises DataError if its runs of image tokens do not fit `grids`."""
+def runs(ids: Tensor, grids: Sequence[Grid], token: int, merge: int) -> list[tuple[bool, int]]:
+    """[n] ids of a prompt -> its runs of image tokens, one for each of `grids`, and of text: (is an image, length).
+    Raises DataError if they do not fit."""
     same, lengths = (ids == token).unique_consecutive(return_counts=True)
-    cells = [(t, h // merge, w // merge) for t, h, w in grids]
-    if (found := lengths[same].tolist()) != (wanted := [math.prod(cell) for cell in cells]):
-        raise DataError(f"a prompt has runs of {found} image tokens, and its images {grids} need {wanted}")
-    parts, start, rest = [], 0, iter(cells)
-    for is_image, length in zip(same.tolist(), lengths.tolist(), strict=True):
+    wanted = [t * (h // merge) * (w // merge) for t, h, w in grids]
+    if (found := lengths[same].tolist()) != wanted:
+        raise DataError(f"a prompt has runs of {found} image tokens, and its images {[*grids]} need {wanted}")
+    return list(zip(same.tolist(), lengths.tolist(), strict=True))
+
+
+def rope_positions(ids: Tensor, grids: Sequence[Grid], token: int, merge: int) -> Tensor:
+    """[n] ids of a prompt -> [3, n] positions. Raises DataError if its runs of image tokens do not fit `grids`."""
+    parts, start, rest = [], 0, iter(grids)
+    for is_image, length in runs(ids, grids, token, merge):
         if is_image:
             t, h, w = next(rest)
+            h, w = h // merge, w // merge
             axes = torch.meshgrid(*map(torch.arange, (t, h, w)), indexing="ij")
             parts.append(torch.stack(axes).view(3, -1) + start)
             start += max(h, w)

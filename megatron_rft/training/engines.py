@@ -17,7 +17,6 @@ from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -115,8 +114,6 @@ class EngineBuilder:
         `arguments`: vLLM's, for the refiner. `gpu_share`: of the device's memory; None if no other process uses the
         device.
         """
-        if sees(hf_config) and self.kind(hf_config) != "hf":
-            raise ConfigError(f"rollout.engine: only hf supports {hf_config.model_type} models, which read images")
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
             max_model_len=self.longest(hf_config),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from megatron_rft.plan.vllm import unusable
 from tests.fork_server import ENVIRONMENT
 from tests.integration.tiny import ROOT, metrics, train
 
@@ -72,12 +74,13 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
     [
         ("lora={rank: 4}", "model.vision: trained does not work with lora"),
         ("rollout={engine: vllm, placement: server}", "images are not supported with rollout.placement server"),
+        ("rollout.engine=vllm; vllm={tensor_parallel_size: 2}", "a model that reads images has one rank: set 1"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
         ("batching.pack_sequences=false", "a model that reads images needs batching.pack_sequences true"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(made, tmp_path, option, words):
-    status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", option))
+    status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", *option.split("; ")))
     assert status == 2 and words in output and "Traceback" not in output, output[-2000:]
 
 
@@ -116,6 +119,37 @@ def test_what_goes_with_images(made, start, tmp_path, name):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert all(torch.allclose(whole[name], two[name], atol=1e-4) for name in whole)
     assert max(line.get(metric, 0) for line in metrics(tmp_path / "whole")) > 0
+
+
+def qwen3_vl(made, folder):
+    """Write the configuration of a Qwen3-VL of the size of the example's model, with its other files."""
+    shutil.copytree(made / "model", folder)
+    small = json.loads((folder / "config.json").read_text())
+    text = small["text_config"] | {"model_type": "qwen3_vl_text", "head_dim": 32}
+    text["rope_parameters"] |= {"mrope_section": [8, 4, 4]}
+    vision = small["vision_config"] | {"model_type": "qwen3_vl", "num_position_embeddings": 64}
+    vision |= {"deepstack_visual_indexes": [0], "patch_size": 14}
+    config = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(small | config | {"text_config": text, "vision_config": vision}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.parametrize(
+    ("family", "placement"), [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated")]
+)
+def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
+    given = ["run.steps=3", "rollout.engine=vllm", f"rollout.placement={placement}", "checkpoint.every=0"]
+    if family == "qwen3_vl":
+        qwen3_vl(made, tmp_path / "model")
+        given.append(f"model.path={tmp_path}/model")
+    status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", *given))
+    assert status == 0, output[-3000:]
+    lines = [line for line in metrics(tmp_path / "run") if "mismatch/kl" in line]
+    assert len(lines) == 3 and max(line["mismatch/kl"] for line in lines) < 1e-9
+    assert all(
+        line["policy/grad_norm"] > 0 and line["sync/tensors"] == len(weights(tmp_path / "run")) for line in lines
+    )
 
 
 @pytest.fixture(scope="module")

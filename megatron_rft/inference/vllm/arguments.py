@@ -1,6 +1,5 @@
 """Builds vLLM's arguments and sampling parameters, for an engine in this process and for a server."""
 
-import copy
 import json
 import math
 import sys
@@ -13,7 +12,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.config.sections import MAX_TOP_K
+from megatron_rft.conversion.folder import whole_config
 from megatron_rft.families.shapes import head_dim
+from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import deep_layers, sees
 from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
 from megatron_rft.utils.errors import RunFailed
 
@@ -28,9 +30,11 @@ RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
     """Save the configuration that vLLM builds the model from; the trainer sends the weights later."""
-    config = copy.deepcopy(config)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(folder)
+    whole, kind = whole_config(config), config.model_type
+    whole.architectures = [family_of(config).architecture if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    if sees(config):  # vLLM has it from here, and other code from the family
+        whole.get_text_config().rope_parameters["mrope_interleaved"] = deep_layers(config) > 0
+    whole.save_pretrained(folder)
 
 
 def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequences: int) -> dict[str, Any]:

@@ -8,9 +8,12 @@ import gc
 import inspect
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -113,6 +116,20 @@ def repair_dispatcher() -> None:
     dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
 
 
+@contextmanager
+def torchvision_stand_in() -> Iterator[None]:
+    """Let vLLM's models that read images be imported without torchvision, whose wheel on the package index does not
+    load beside torch's CPU build: they take functions without it from files of transformers that import it."""
+    parts = ["torchvision", "transforms", "v2", "functional"]
+    names = [] if find_spec(parts[0]) else [".".join(parts[:length]) for length in range(1, 5)]
+    sys.modules.update({name: ModuleType(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
 @cache
 def repair_shared_memory_name() -> None:
     """Add the run's port to the name of the shared memory of an engine's ranks: vLLM uses one name for all runs on a
@@ -138,6 +155,7 @@ def after_reload(model: nn.Module) -> None:
     """Pack a tied output matrix again: vLLM keeps the packed copy of the embeddings' former values."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+    model = getattr(model, "language_model", model)
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is not None and embedding is not None and head.weight is embedding.weight:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)

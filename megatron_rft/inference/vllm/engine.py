@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.families.towers import never_sampled
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
 from megatron_rft.inference.engine import (
     Engine,
@@ -77,7 +78,7 @@ class VLLMEngine(Engine):
         sleeps: bool = True,
         reserve: int = 0,
     ):
-        self.config = config
+        self.config, self.never = config, never_sampled(config)
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
         self.sleeps, self.reserve = sleeps and torch.device(device).type == "cuda", reserve
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
@@ -88,13 +89,17 @@ class VLLMEngine(Engine):
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
         self.validator = WeightValidator(hf_shapes(config), config.model_type)
         cpu_patches.prepare()
-        from megatron_rft.inference.vllm import draft_models, weights
+        from megatron_rft.inference.vllm import draft_models, images, weights
 
+        if self.never:
+            images.replace_processor(config)
         weights.register()
         draft_models.load_from_their_folder()
         cpu_patches.repair()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
             self.llm = cpu_patches.start(self._arguments(folder, max_batch_sequences, options, gpu_share))
+        if self.never:
+            images.mask(self._model(), self.never)
         record_shared_memory(shared_memory(os.getpid()))
         self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
 
@@ -107,6 +112,10 @@ class VLLMEngine(Engine):
             "seed": 0,
             "disable_log_stats": True,
         }
+        if self.never:
+            from megatron_rft.inference.vllm import images
+
+            defaults |= images.ARGUMENTS
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":
@@ -145,7 +154,7 @@ class VLLMEngine(Engine):
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
         assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
-        asked = [replace(request, problem=None) for request in requests]  # a row may be large
+        asked = [replace(request, problem=request.problem and request.problem.shown) for request in requests]
         requests, self.sampling = self.agree((asked, sampling))
         self.answers: dict[int, list[Response | None]] = {}
         if not self.sampling.continues:  # cached prefixes of an earlier call would change the log-probs' last bits
@@ -175,8 +184,16 @@ class VLLMEngine(Engine):
         check_requests(requests, self.sampling, self.max_model_len, room, self.config.vocab_size)
         self.answers |= {request.id: [None] * request.n for request in requests}
         for request in requests:
+            prompt = self._prompt(request)
             for sample in range(request.n):
-                self._add(request, sample)
+                self._add(request, sample, prompt)
+
+    def _prompt(self, request: Request) -> Any:
+        from megatron_rft.inference.vllm import images
+
+        if request.problem and request.problem.images_key >= 0:
+            return images.prompt(request.prompt_ids, request.problem.images, self.config, self.dtype)
+        return {"prompt_token_ids": list(request.prompt_ids)}
 
     def agree(self, value: Any) -> Any:
         if self.ranks == 1:
@@ -199,7 +216,7 @@ class VLLMEngine(Engine):
         with STEPPING, torch.random.fork_rng(devices=[]), torch.accelerator.device_index(self.device.index):
             return self.llm.step()
 
-    def _add(self, request: Request, sample: int) -> None:
+    def _add(self, request: Request, sample: int, prompt: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -208,7 +225,6 @@ class VLLMEngine(Engine):
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": list(request.prompt_ids)}
         self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
 
     def _response(self, output: Any) -> Response:
@@ -245,6 +261,8 @@ class VLLMEngine(Engine):
         if problem := self.validator.end() or problem:
             raise RunFailed(f"weights of version {version}: {problem}")
         self.llm.set_weight_version(str(version))
+        if self.never:
+            self.llm.reset_encoder_cache()  # what the former tower made of images
         if not self.keep_caches:  # vLLM then recomputes the caches of unfinished responses
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version

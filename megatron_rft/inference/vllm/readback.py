@@ -23,6 +23,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import checksum
 from megatron_rft.utils.errors import RunFailed
 
@@ -92,8 +94,10 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
         values = matrix(layer) if key == "weight" else layer._parameters[key]
         names = hf_names(model, path, key)
         if isinstance(layer, VocabParallelEmbedding):
-            name = "model.embed_tokens" if layer in tied(model) else path
-            yield Shard([f"{name}.{key}"], values, rows=model.config.vocab_size)
+            names = (
+                hf_names(model, path.replace("lm_head", "model.embed_tokens"), key) if layer in tied(model) else names
+            )
+            yield Shard(names, values, rows=model.config.get_text_config().vocab_size)
         elif len(names) > 1:
             shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
             for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
@@ -118,9 +122,23 @@ def parameters(layer: nn.Module) -> list[str]:
 
 def hf_names(model: nn.Module, path: str, key: str) -> list[str]:
     """Return the names of the HF tensors that form a parameter of vLLM."""
+    path = published(model, path)
     module = path.rpartition(".")[2]
     parts = getattr(model, "packed_modules_mapping", {}).get(module, [module])
     return [f"{path.removesuffix(module)}{part}.{key}" for part in parts]
+
+
+def published(model: nn.Module, path: str) -> str:
+    """Return a layer's path in HF's names: a model that reads images has other prefixes in vLLM."""
+    config = model.config.get_text_config()
+    if not sees(config):
+        return path
+    family, path = family_of(config), path.removeprefix("language_model.")
+    return (
+        path.replace("visual.", family.tower, 1)
+        if path.startswith("visual.")
+        else path.replace("model.", family.prefix, 1)
+    )
 
 
 def layer_hf_names(model: nn.Module, path: str, layer: nn.Module) -> list[str]:
@@ -197,4 +215,6 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def tied(model: nn.Module) -> list[nn.Module]:
-    return [model.lm_head] if getattr(model.config, "tie_word_embeddings", False) and hasattr(model, "lm_head") else []
+    language = getattr(model, "language_model", model)
+    tie = getattr(model.config, "tie_word_embeddings", False)
+    return [language.lm_head] if tie and hasattr(language, "lm_head") else []
