@@ -1,7 +1,6 @@
 """Computes the top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rft.report.groups import RunGroup, mean_and_error
 from megatron_rft.report.runs import RecordedRun
@@ -87,37 +86,17 @@ def clock(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-# (label, text from the options). A fact is shown if the recipe has all options that it reads.
-FACTS = (
-    ("model", lambda o: f"{o['model.path']}, {o['model.precision']}"),
-    ("training data", lambda o: o["data.train.path"]),
-    ("algorithm", lambda o: o.get("algorithm.objective") or o["algorithm.name"]),
-    ("batch", lambda o: f"{o['rollout.prompts_per_step']} prompts x {o['rollout.group_size']} responses"),
-    ("batch", lambda o: f"{o['algorithm.batch_sequences']} sequences"),
-    ("response", lambda o: f"up to {o['rollout.max_response_tokens']} tokens at {o['rollout.temperature']:g}"),
-    ("learning rate", lambda o: f"{o['optimizer.lr']:g}, {o['optimizer.lr_decay_style']}"),
-    ("KL coefficient", lambda o: f"{o['algorithm.kl_coefficient']:g}"),
-    ("reward", lambda o: o["reward.kind"]),
-    ("PIPO", lambda o: f"window {o['pipo.window']}, learning rate {o['pipo.learning_rate']:g}"),
-    ("constraint", lambda o: o["constraint.kind"]),
-    ("model parallel", lambda o: _layout(o)),
+# Options on the card of a group; the recipe's others are below the charts.
+SHOWN = (
+    *("model.path", "model.precision", "data.train.path", "algorithm.name", "algorithm.objective"),
+    *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_response_tokens", "rollout.temperature"),
+    *("algorithm.batch_sequences", "optimizer.lr", "algorithm.kl_coefficient", "reward.kind"),
+    *("pipo.window", "pipo.learning_rate", "constraint.kind"),
 )
 
 
-def _layout(options: dict[str, Any]) -> str:
-    """Format the parallel layout as `tensor 2 x pipeline 2`, or `none`."""
-    sizes = {part: options[f"megatron.{part}_model_parallel_size"] for part in ("tensor", "pipeline", "expert")}
-    sizes["context"] = options["megatron.context_parallel_size"]
-    return " x ".join(f"{part} {size}" for part, size in sizes.items() if size > 1) or "none"
-
-
 def recipe_facts(group: RunGroup) -> list[tuple[str, str]]:
-    options = {key: value for key, value in group.runs[0].options.items() if value is not None}
-    facts = []
-    for label, text in FACTS:
-        try:
-            facts.append((label, str(text(options))))
-        except (KeyError, ValueError):
-            continue
+    options = group.runs[0].options
+    facts = [(name, str(options[name])) for name in SHOWN if options.get(name) is not None]
     seeds = ", ".join(str(run.seed) for run in group.runs)
     return [*facts, ("seeds" if len(group.runs) > 1 else "seed", seeds)]

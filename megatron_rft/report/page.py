@@ -4,7 +4,7 @@ The page loads nothing, and its content security policy forbids it.
 """
 
 import math
-from dataclasses import asdict
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 
 from megatron_rft import __version__
-from megatron_rft.report import charts, facts
+from megatron_rft.report import facts
 from megatron_rft.report.groups import RunGroup, differing
 from megatron_rft.utils.errors import UserError
 
 HERE = Path(__file__).parent
 TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
 TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+CHARTS = [{"log": False, "floor": None} | chart for chart in yaml.safe_load((HERE / "charts.yaml").read_text())]
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
@@ -67,10 +68,30 @@ def data(groups: list[RunGroup]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     return {
         "groups": [group_data(group) for group in groups],
-        "charts": [{"id": chart.id} | asdict(chart) for chart in charts.shown(groups)],
-        "phases": charts.phases(groups),
+        "charts": [{"id": re.sub("[^a-z]+", "_", chart["title"].lower())} | chart for chart in shown(groups)],
+        "phases": phases(groups),
         "samples": samples(groups),
     }
+
+
+def shown(groups: list[RunGroup]) -> list[dict[str, Any]]:
+    """Return the charts that have data. The loss is left out if there are rewards, because the loss of a policy
+    gradient does not measure progress."""
+    with_data = {name for chart in CHARTS for name in chart["lines"][:1] if any(group.has(name) for group in groups)}
+    left_out = "policy/loss" if "reward/mean" in with_data else None
+    return [chart for chart in CHARTS if chart["lines"][0] in with_data - {left_out}]
+
+
+def phases(groups: list[RunGroup]) -> list[str]:
+    """Return the metrics of the phases of a step, sorted by their share of the time, the longest first."""
+    total: dict[str, float] = {}
+    for group in groups:
+        names = sorted(name for name in group.metrics if name.startswith("seconds/") and name != "seconds/step")
+        for run in group.runs:
+            whole = sum(run.of("seconds/step")[1]) or 1.0
+            for name in names:
+                total[name] = total.get(name, 0.0) + sum(run.of(name)[1]) / whole
+    return sorted(total, key=total.get, reverse=True)
 
 
 def group_data(group: RunGroup) -> dict[str, Any]:

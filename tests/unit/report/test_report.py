@@ -9,9 +9,9 @@ import yaml
 
 from megatron_rft.commands import main
 from megatron_rft.report import page, write
-from megatron_rft.report.charts import CHARTS, phases, shown
 from megatron_rft.report.facts import clock, headline, recipe_facts
 from megatron_rft.report.groups import MOST_POINTS, differing, grouped, mean_and_error
+from megatron_rft.report.page import CHARTS, phases, shown
 from megatron_rft.report.runs import read_all
 from megatron_rft.tracking.metrics import NOTES_FILE, add_note
 from megatron_rft.utils.errors import UserError
@@ -112,8 +112,8 @@ class TestFacts:
 
     def test_equal_options_stand_once(self, tmp_path):
         pages = html_of([write_run(tmp_path / "a"), write_run(tmp_path / "b", pipo=True)])
-        assert pages.count("<dt>algorithm</dt>") == 1 and pages.count("<dt>PIPO</dt>") == 1
-        assert html_of([write_run(tmp_path / "c")]).count("<dt>algorithm</dt>") == 1
+        assert pages.count("<dt>algorithm.name</dt>") == 1 and pages.count("<dt>pipo.window</dt>") == 1
+        assert html_of([write_run(tmp_path / "c")]).count("<dt>algorithm.name</dt>") == 1
 
     def test_of_a_run_under_way(self, tmp_path):
         (group,) = grouped(read_all([write_run(tmp_path / "run", steps=3)])[0])
@@ -122,11 +122,11 @@ class TestFacts:
     def test_recipe(self, four):
         facts = dict(recipe_facts(grouped(read_all(four)[0])[0]))
         assert (
-            facts["batch"] == "32 prompts x 8 responses"
+            facts["rollout.prompts_per_step"] == "32"
             and facts["seeds"] == "0, 1"
-            and facts["KL coefficient"] == "0.001"
+            and facts["algorithm.kl_coefficient"] == "0.001"
         )
-        assert "learning rate" not in facts  # this recipe does not say it
+        assert "optimizer.lr" not in facts  # this recipe does not say it
 
     @pytest.mark.parametrize(("seconds", "said"), [(5, "5 s"), (65, "1 min 5 s"), (3725, "1 h 2 min")])
     def test_clock(self, seconds, said):
@@ -136,13 +136,13 @@ class TestFacts:
 class TestCharts:
     def test_follow_the_metrics(self, four, tmp_path):
         groups = grouped(read_all(four)[0])
-        assert [chart.title for chart in shown(groups)] == [
+        assert [chart["title"] for chart in shown(groups)] == [
             "Reward", "Held-out accuracy", "PIPO's improvement", "KL to the reference", "Entropy", "Response length",
             "Gradient norm", "Engine against trainer", "Tokens per second",
         ]  # fmt: skip
         assert phases(groups) == ["seconds/generation", "seconds/training"]
-        assert len({chart.id for chart in CHARTS}) == len(CHARTS)
-        assert all(re.fullmatch(r"[a-z_-]+", chart.id) for chart in CHARTS)
+        ids = [chart["id"] for chart in page.data(groups)["charts"]]
+        assert len(set(ids)) == len(ids) == 9 and ids[:3] == ["reward", "held_out_accuracy", "pipo_s_improvement"]
 
     def test_metrics_are_documented(self):
         """Their names are those of docs/metrics.md."""
@@ -150,7 +150,7 @@ class TestCharts:
         named = set(re.findall(r"`([a-z]+/[\w@*]+)`", text))
         families = {name.removesuffix("*") for name in named if name.endswith("*")}
         for chart in CHARTS:
-            for metric in chart.lines:
+            for metric in chart["lines"]:
                 assert metric in named or metric.startswith(tuple(families)), metric
 
 
