@@ -130,11 +130,8 @@ def message_events(whole: dict, body: dict) -> Iterable[Event]:
 
 
 def anthropic_error(refused: Any) -> dict[str, Any]:
-    kind = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-    return {
-        "type": "error",
-        "error": {"type": kind.get(refused.status, "invalid_request_error"), "message": str(refused)},
-    }
+    kind = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}.get(refused.status)
+    return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": str(refused)}}
 
 
 # ---- OpenAI's /v1/responses, as far as codex needs it

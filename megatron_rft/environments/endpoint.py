@@ -129,7 +129,10 @@ class Endpoint:
             reply = self._reply(episode, request, raw, asked, messages)
             reply.waiting.append(request)
             try:
-                return await (self._stream if body.get("stream") else self._whole)(request, reply, dialect, body)
+                answer = await (self._stream if body.get("stream") else self._whole)(request, reply, dialect, body)
+                await answer.write_eof()
+                reply.delivered |= not gone(request)
+                return answer
             finally:
                 if reply.task.done() and not reply.failed and not reply.sent:
                     reply.sent = True
@@ -167,7 +170,7 @@ class Endpoint:
             scored = None
             if asked.get("logprobs"):
                 pairs = zip(turn.sampled.token_ids, turn.sampled.logprobs, strict=True)
-                scored = {"content": [logprob(spoken.text(token), value) for token, value in pairs]}
+                scored = {"content": [logprob(spoken.tokenizer.decode([token]), value) for token, value in pairs]}
             choices.append({"index": len(choices), "message": message, "finish_reason": finish, "logprobs": scored})
         prompt, written = len(asks[0].prompt), sum(len(turn.sampled.token_ids) for _, turn in answers)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
@@ -195,8 +198,6 @@ class Endpoint:
     async def _whole(self, request: web.Request, reply: Reply, dialect: Dialect, body: dict) -> web.StreamResponse:
         answer = web.json_response(dialect.whole(await asyncio.shield(reply.task), body))
         await answer.prepare(request)
-        await answer.write_eof()
-        reply.delivered |= not gone(request)
         return answer
 
     async def _stream(self, request: web.Request, reply: Reply, dialect: Dialect, body: dict) -> web.StreamResponse:
@@ -219,8 +220,6 @@ class Endpoint:
             await answer.write(f"{line}data: {json.dumps(event)}\n\n".encode())
         if dialect is dialects.CHAT:
             await answer.write(b"data: [DONE]\n\n")
-        await answer.write_eof()
-        reply.delivered |= not gone(request)
         return answer
 
 

@@ -35,9 +35,6 @@ class Spoken:
             message["tool_calls"] = [_call(f"call_{id}_{number}", call) for number, call in enumerate(calls)]
         return message, sampled
 
-    def text(self, token: int) -> str:
-        return self.tokenizer.decode([token])
-
     def _decode(self, ids: list[int], special: bool = False) -> str:
         ids = ids[:-1] if ids and ids[-1] in self.stops else ids
         return self.tokenizer.decode(ids, skip_special_tokens=not special)

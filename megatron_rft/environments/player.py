@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rft.environments.base import Message
+from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
 from megatron_rft.environments.template import Template, plain
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, request_seed
@@ -109,6 +110,7 @@ class Episodes(Engine):
     max_turns: int
     turn_tokens: int | None = None
     at_once: int | None = None
+    kept: Kept | None = None  # what a killed run has played
     waited: Counter[int] = field(default_factory=Counter)  # engine -> seconds without generation, since `statistics`
     stuck: dict[int, list[Episode]] = field(default_factory=dict)  # by the seeds of requests that lost engines left
 
@@ -152,6 +154,8 @@ class Episodes(Engine):
             or [self._episode(request, i, sampling.max_tokens) for i in range(request.n)]
             for request in requests
         ]
+        if self.kept:
+            self.kept.begin([episode for group in groups for episode in group])
         try:
             yield from self._played(engine, groups, sampling)
         except EngineLost:
@@ -167,6 +171,7 @@ class Episodes(Engine):
         yield from (self._waves if self.at_once is None else self._freely)(engine, groups, sampling)
 
     def _waves(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
+        together = [episode for group in groups for episode in group]
         yield from ended(groups)
         while engine.agree(bool(wave := self._wave(groups))):
             jobs: list[Future] = []
@@ -178,6 +183,8 @@ class Episodes(Engine):
             finally:
                 self._wait(engine, jobs)
             yield from ended(groups)
+        if self.kept:
+            self.kept.put(together)
 
     def _give(self, episode: Any, turn: Response) -> Future:
         """Give a turn to the episode that asked for it. The result is there when the episode asks again, or has
@@ -211,6 +218,8 @@ class Episodes(Engine):
         while not episode.ended:
             (answer,) = engine.generate([self._request(episode)], sampling)
             self._give(episode, answer.responses[0]).result()
+        if self.kept:
+            self.kept.put([episode])
 
     def _request(self, episode: Episode) -> Request:
         room = episode.room

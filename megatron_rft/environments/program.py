@@ -65,11 +65,6 @@ class Ask:
     answer: Future = field(default_factory=Future)
     number: int | None = None  # in the order of sampling
 
-    @property
-    def first(self) -> bool:
-        """Whether it is the problem's own prompt, as without a program."""
-        return self.occurrence == 0 and self.prompt == self.episode.request.prompt_ids
-
 
 @dataclass(frozen=True)
 class World:

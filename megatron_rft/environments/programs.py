@@ -98,7 +98,8 @@ class Programs(Episodes):
             asks = [episode.take() for episode in group]
             open = [ask for each in asks for ask in each]
             alone = all(len(each) == 1 for each, episode in zip(asks, group, strict=True) if not episode.ended)
-            if open and alone and all(ask.first for ask in open) and len({ask.max_tokens for ask in open}) == 1:
+            first = {(ask.prompt, ask.occurrence) for ask in open} == {(group[0].request.prompt_ids, 0)}
+            if first and alone and len({ask.max_tokens for ask in open}) == 1:
                 request = replace(group[0].request, max_tokens=open[0].max_tokens)
                 wave.append((request, [each[0] if each else None for each in asks]))
             else:
@@ -125,6 +126,8 @@ class Programs(Episodes):
                 episode.give(asks[answer.id], answer.responses[0])
             episode.settle()
             self._settled(episode)
+        if self.kept:
+            self.kept.put([episode])
 
 
 def _request(ask: Ask) -> Request:

@@ -36,16 +36,14 @@ def maker(kind: str, **options: Any) -> Callable[[], Environment]:
     if kind == "own":
         return own_class(options["episode"])
     if kind == "program":
-        return score_function(options["score"])
+        return options["score"] and score_function(options["score"])
     from megatron_rft.environments import tools
 
     made = getattr(tools, MADE_BY[kind])
     return partial(made, **made.shared(**options))
 
 
-def score_function(named: str | None) -> Any:
-    if named is None:
-        return None
+def score_function(named: str) -> Any:
     grade = user_code.load(named, "environment.score")
     try:
         inspect.signature(grade).bind(*GIVEN)

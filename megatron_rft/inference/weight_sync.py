@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rft.inference.engine import Engine, checksum
+from megatron_rft.inference.engine import Engine, checksum, request_seed
 from megatron_rft.utils.errors import RunFailed
 
 
@@ -20,15 +20,16 @@ def send(
     engine: Engine,
     version: int,
     verify: bool = False,
+    sent: dict[str, int] | None = None,
 ) -> dict[str, float]:
-    """Load `stream` into `engine` as weights of `version`. Returns metrics.
+    """Load `stream` into `engine` as weights of `version`. Returns metrics. `sent` gets the checksums.
 
     Raises:
         RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
-    sent: dict[str, int] = {}
-    sizes = load(stream, engine, version, sent if verify else None)
+    sent = {} if sent is None and verify else sent
+    sizes = load(stream, engine, version, sent)
     if verify and (received := engine.checksums()):
         compare(sent, received, version)
     return {
@@ -82,6 +83,7 @@ class EngineWeights:
     def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = ()):
         self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
         self.version: int | None = None  # the step whose weights the engine has
+        self.named, self.name = False, ""  # the step and a digest of the weights, if they are `named`
         engine.reload = lambda: send(self._stream(), engine, self.version, verify=True)
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -110,11 +112,13 @@ class EngineWeights:
 
     def send(self, version: int, verify: bool = False) -> dict[str, float]:
         """Send the actor's current weights, those after step `version`. Returns metrics of the sync. Collective."""
-        self.version, self.asleep = version, False
+        self.version, self.asleep, self.name = version, False, ""
         for model in self.offloaded:
             model.training_state.offload()
         self.engine.wake(cache=False)
-        metrics = send(self._stream(), self.engine, version, verify)
+        sent: dict[str, int] | None = {} if self.named else None
+        metrics = send(self._stream(), self.engine, version, verify, sent)
         self.engine.wake()
         self.engine.recover()
+        self.name = f"{version:06d}_{request_seed(*map(str, sorted(sent.items()))):016x}" if sent else ""
         return metrics

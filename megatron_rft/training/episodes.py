@@ -1,10 +1,12 @@
 """Puts a recipe's environment around an engine."""
 
 import os
+import shutil
 from contextlib import ExitStack
 from typing import Any
 
 from megatron_rft.config.environment import Program
+from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.template import Template
@@ -14,8 +16,9 @@ from megatron_rft.training.build import stop_token_ids
 from megatron_rft.training.engines import EngineBuilder
 
 
-def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitStack) -> Engine:
-    """The engine itself without an environment. The engine and the environments' processes end with `stack`."""
+def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitStack, kept: Any = None) -> Engine:
+    """The engine itself without an environment. The engine and the environments' processes end with `stack`. `kept`:
+    the engine's weights (EngineWeights), if a run that is killed and resumed shall not play its episodes again."""
     stack.callback(engine.close)
     environment, stops = builder.environment, builder.rollout.stop
     if environment is None:
@@ -42,5 +45,8 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     else:
         own_pace = outside and builder.rollout.staleness > 1
         player = Episodes(*parts, at_once=builder.rollout.max_batch_sequences if own_pace else None)
+    if kept:
+        player.kept = Kept(builder.folder.parent, rank, kept)
+        stack.push(lambda failed, *_: None if failed else shutil.rmtree(player.kept.folder, ignore_errors=True))
     stack.callback(player.close)
     return player

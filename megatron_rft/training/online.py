@@ -64,7 +64,7 @@ def train(recipe: Recipe) -> int:
     with ExitStack() as stack:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
         engine, weights = engines.build_beside(list(models.trained.values()))
-        player = around(engine, engines, tokenizer, stack)
+        player = around(engine, engines, tokenizer, stack, None if routes else weights)
         graded = build.evaluation_sampler(recipe.evaluation, options, player, tokenizer, reward, recipe.run.seed)
         folder, driver = Path(recipe.run.output_dir) / "evaluation", player.driver()
         evaluator = Evaluator(recipe.evaluation, problems, graded, folder, parallel.gather, *driver)

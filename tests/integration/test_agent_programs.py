@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_rft.plan.vllm import unusable
 from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.files import read_json_lines
-from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
+from tests.integration.test_kill_and_resume import assert_same_run
 from tests.integration.tiny import kill, make_mixture, metrics, start, train, wait_until, write_recipe
 
 pytest.importorskip("aiohttp")
@@ -114,29 +115,41 @@ def test_two_ranks_take_the_same_step(tmp_path):
 
 
 def test_killed_in_a_step_and_resumed_it_ends_with_the_same_bits(tmp_path):
-    """Unfinished episodes are played again. Nothing of the killed run's programs is left."""
-    recipe = write(tmp_path, run={"steps": 5}, checkpoint={"every": 1})
+    """Episodes that had ended since the checkpoint are not played again, unless others were in waves with them that had
+    not. Nothing of the killed run's programs is left."""
+    plays, out = tmp_path / "plays", tmp_path / "killed"
+    counted = {"command": [*PROGRAM["command"], str(plays)], "programs": 4}  # a group after the other
+    recipe = write(tmp_path, run={"steps": 3}, checkpoint={"every": 1}, environment=counted)
     status, output = train(recipe)
     assert status == 0, output[-3000:]
-    out = tmp_path / "killed"
-    killed_in_a_step(recipe, out)
+    evaluated = (len(plays.read_text().split()) - 3 * 16) // 2
+    killed_in_a_step(recipe, out, step=3, ended=8)
+    plays.unlink()
     status, output = train(recipe, f"run.output_dir={out}")
-    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert status == 0, output[-3000:]
+    done = int(re.findall(r"resumed after step (\d)", output)[0])
+    assert done in (1, 2), "the checkpoint of step 2 may not have been complete"
+    assert len(plays.read_text().split()) == 8 + evaluated
     assert_same_run(out, tmp_path / "run")
+    assert not list(tmp_path.glob("*/environment/kept"))
 
 
-def killed_in_a_step(recipe: Path, out: Path) -> None:
+def killed_in_a_step(recipe: Path, out: Path, step: int, ended: int) -> None:
+    """Kill a run when `ended` of the episodes of `step` are kept, and others play."""
     process = start(recipe, f"run.output_dir={out}")
-    wait_for_step(out, process, step=1)
-    wait_until(lambda: bool(list(out.glob("checkpoints/step_??????/run.json"))), process)
-    assert wait_until(lambda: bool(agents()), process), "in the middle of a step"
+
+    def count() -> int:
+        files = out.glob(f"environment/kept/{step - 1:06d}_*")
+        return sum(len(line) for path in files for line in read_json_lines(path))
+
+    assert wait_until(lambda: count() == ended and bool(agents()), process), "in the middle of a step"
     played = agents()
     kill(process)
     process.wait()
     deadline = time.monotonic() + 30
     while played & agents() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not played & agents()
+    assert not played & agents() and count() == ended
 
 
 def agents() -> set[int]:
@@ -150,13 +163,13 @@ def agents() -> set[int]:
 
 
 def test_a_program_that_does_not_repeat_itself_leaves_the_run_valid(tmp_path):
-    anew = {"command": [*PROGRAM["command"], "random"]}
-    recipe = write(tmp_path, run={"steps": 5}, checkpoint={"every": 1}, environment=anew)
-    killed_in_a_step(recipe, tmp_path / "run")
+    anew = {"command": [*PROGRAM["command"], "random", str(tmp_path / "plays")], "programs": 4}
+    recipe = write(tmp_path, run={"steps": 3}, checkpoint={"every": 1}, environment=anew)
+    killed_in_a_step(recipe, tmp_path / "run", step=2, ended=4)
     status, output = train(recipe)
-    assert status == 0 and "resumed after step" in output, output[-3000:]
-    check(tmp_path)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+    assert status == 0, output[-3000:]
+    assert all(abs(line["mismatch/kl"]) < 1e-6 for line in check(tmp_path)[1:])
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_the_check_names_a_program_that_does_not_repeat_itself(tmp_path):

@@ -1,13 +1,14 @@
-"""A program for the tiny run, and its score: `python tiny_agent.py [random]`.
+"""A program for the tiny run, and its score: `python tiny_agent.py [random] [PLAYS]`.
 
 A conversation of two turns, two sub-agents in parallel, and a compacted history: five turns in four segments. With
-`random` it does not repeat itself.
+`random` it does not repeat itself. It appends its seed to the file PLAYS, and then takes its time before its last turn.
 """
 
 import json
 import os
 import random
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,10 +30,11 @@ def play(question: str) -> list[str]:
     messages = [user(question)]
     for said in "01":
         messages += [ask(messages), user(said)]
+    first = random.SystemRandom().choice("0124") if "random" in sys.argv else "2"
     with ThreadPoolExecutor(2) as threads:
-        others = list(threads.map(ask, [[user("2")], [user("3")]]))
-    last = random.SystemRandom().choice("01234") if "random" in sys.argv else "4"
-    answers = [messages[1], messages[3], *others, ask([user(last * 2)])]
+        others = list(threads.map(ask, [[user(first)], [user("3")]]))
+    time.sleep(0.2 if sys.argv[1:] else 0.0)
+    answers = [messages[1], messages[3], *others, ask([user("44")])]
     return [answer["content"] for answer in answers]
 
 
@@ -43,5 +45,8 @@ def grade(row: dict, folder: Path, status: int, conversation: list[dict]) -> flo
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[-1] != "random":
+        with open(sys.argv[-1], "a") as plays:
+            plays.write(os.environ["MEGATRON_RFT_SEED"] + "\n")
     row = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
     Path("answers.json").write_text(json.dumps(play(row["question"])))

@@ -63,6 +63,21 @@ def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     assert not engine.asleep and generated() == before
 
 
+def test_weights_are_named_by_their_step_and_their_bits():
+    actor, names = Actor(), []
+    weights = EngineWeights(actor, HFEngine(CONFIG))
+    weights.named = True
+    for step, change in ((3, 0.0), (3, 0.0), (3, 1e-6), (4, 0.0)):
+        actor.weights["model.norm.weight"][0] += change
+        weights.send(step)
+        names.append(weights.name)
+    assert (
+        names[0] == names[1]
+        and len(set(names)) == 3
+        and [name[:7] for name in names[1:]] == [*["000003_"] * 2, "000004_"]
+    )
+
+
 def test_the_trainer_makes_room_for_an_engine_that_is_awake():
     """Also while the engine starts and gets its weights, after which it allocates the cache."""
     events = []
