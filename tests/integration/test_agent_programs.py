@@ -100,16 +100,33 @@ def test_with_vllm(tmp_path, options):
     assert len(check(tmp_path)) == 5
 
 
-def test_two_ranks_take_the_same_step(tmp_path):
-    """The gradients of the first step, and the weights after it, of one rank and of two."""
-    found = []
-    for ranks in ("1", "2"):
-        folder = tmp_path / ranks
-        status, output = train(write(folder, run={"steps": 1}, optimizer={"lr": 1e-3}), "--nproc", ranks)
-        assert status == 0, output[-3000:]
-        (_, line), weights = check(folder), load_file(folder / "run/export/model.safetensors")
-        found.append((line["policy/grad_norm"], line["reward/mean"], weights))
-    (norm, reward, weights), (other_norm, other_reward, others) = found
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return one_step(tmp_path_factory.mktemp("one_rank"))
+
+
+def one_step(folder: Path, *arguments: str) -> tuple[float, float, dict]:
+    """The norm of the gradients of the first step, its reward, and the weights after it."""
+    status, output = train(write(folder, run={"steps": 1}, optimizer={"lr": 1e-3}), *arguments)
+    assert status == 0, output[-3000:]
+    (_, line), weights = check(folder), load_file(folder / "run/export/model.safetensors")
+    return line["policy/grad_norm"], line["reward/mean"], weights
+
+
+LAYOUTS = {
+    "data": [],
+    "tensor": ["megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"],
+    "pipeline": ["megatron.pipeline_model_parallel_size=2"],
+    "context": ["megatron.context_parallel_size=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["data", *(pytest.param(each, marks=pytest.mark.slow) for each in list(LAYOUTS)[1:])]
+)
+def test_two_ranks_take_the_same_step(tmp_path, one_rank, layout):
+    norm, reward, weights = one_rank
+    other_norm, other_reward, others = one_step(tmp_path, "--nproc", "2", *LAYOUTS[layout])
     assert reward == other_reward and norm == pytest.approx(other_norm, rel=1e-5)
     assert max(torch.dist(weights[name], others[name]) for name in weights) < 1e-5
 
