@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_rft.report.groups import RunGroup, mean_and_error
 from megatron_rft.report.runs import RecordedRun
+from megatron_rft.tracking.progress import clock_time
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def pace(group: RunGroup) -> list[Headline]:
     seconds = [sum(run.of("seconds/step")[1]) for run in group.runs]
     if any(seconds):
         each = [value for run in group.runs for value in run.of("seconds/step")[1][1:]] or [0.0]
-        numbers.append(Headline("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
+        numbers.append(
+            Headline("time", clock_time(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step")
+        )
     tokens = [value for run in group.runs for value in run.of("tokens/per_second")[1]]
     if tokens:
         numbers.append(Headline("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
@@ -77,13 +80,6 @@ def pace(group: RunGroup) -> list[Headline]:
     if skipped:
         numbers.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
     return numbers
-
-
-def clock(seconds: float) -> str:
-    """Format seconds: 3725 -> 1 h 2 min; 65 -> 1 min 5 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 # Options on the card of a group; the recipe's others are below the charts.

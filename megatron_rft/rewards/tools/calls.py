@@ -12,14 +12,11 @@ One parser for each format, tried in this order; the first whose marker is in th
     <function=f>{"a": 1}</function>                                   Llama 3.1, Qwen3-Coder (<parameter=a>);
                                                                       <invoke name="f"><parameter name="a">;
                                                                       DeepSeek-V3.2's <｜DSML｜invoke name="f">
-    Action: f / Action Input: {"a": 1}                                ReAct, on lines of their own
     <｜tool▁sep｜>f {"a": 1}, to=functions.f <|message|>{"a": 1}        DeepSeek; gpt-oss; Kimi (functions.f:0);
                                                                       DeepSeek-V3.1: f<｜tool▁sep｜>{"a": 1}
     {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}  OpenAI's message, or the list alone
     [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON or Python literals, also in a code fence
-    [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments; also after
-                                                                      "functools" (Phi-4), as may JSON, and printed in
-                                                                      a tool_code fence (Gemma)
+    [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments
 
 The last three may follow prose, from the beginning of a line or sentence on or after a colon, and JSON may also precede
 it. A marker without a readable call is an attempt at one. Where no call is wanted, one between backticks is a call, not
@@ -37,8 +34,7 @@ TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
 # What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
 TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
 QUOTED = re.compile(r"(?<!`)(`{1,3})(?!`)(?:\w*\n)?([^`]+)\1")
-FENCE = re.compile(r"```(?:(\w*)\n)?(.*?)```", re.DOTALL)
-PRINTED = re.compile(r"^print\((.*)\)[ \t]*$", re.MULTILINE)
+FENCE = re.compile(r"```(?:\w*\n)?(.*?)```", re.DOTALL)
 DSML = "｜DSML｜"  # the prefix of DeepSeek-V3.2's tags
 LLAMA = re.compile(
     r"<\|python_(?:tag|start)\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|<\|python_end\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL
@@ -54,21 +50,19 @@ PARAMETER = re.compile(
 CLOSED = "</parameter>"
 NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>)")
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
-ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
-INPUT = re.compile(r"\s*[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*\s*(?:`{1,3}\w*)?\s*")
 HEADER = re.compile(
     r"(?:<｜tool▁call▁begin｜>(?=[\w.-]+<｜tool▁sep｜>\s*\{)|<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)"
     r"([\w.-]+)[^{]*"
 )
 MARKERS = re.compile(
     r"</?\|?/?\s*(?:tool_?calls?|function_?calls?|invoke|tools?)\b|<\|python_(?:tag|start)\|>|\[TOOL_CALLS\]"
-    r"|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:|[<｜]tool▁|\bto=functions\.|\bfunctools\["
+    r"|</?function\b|[<｜]tool▁|\bto=functions\."
     r"|[\"'](?:tool_calls|function_call)[\"']\s*:|[\"']name[\"']\s*:\s*[\"'][^\"']*[\"']\s*,\s*[\"'](?:arg|par|inp)"
     r"|[\"'](?:arguments|parameters)[\"']\s*:\s*\{"
     r"|(?:^|:)[ \t]*(?:\[[A-Za-z_][\w.]*\(|[A-Za-z_][\w.]*\(\w+=)|\A\s*[A-Za-z_][\w.]*\([^()\n]*\)\s*\Z",
     re.MULTILINE | re.IGNORECASE,
 )
-BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?:functools(?=\[))?(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
+BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
 NAMES = ("name", "function", "tool", "tool_name", "action")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "tool_arguments", "action_input")
 LONGEST = 20_000  # characters that are read as calls
@@ -149,7 +143,7 @@ def _tagged(text: str) -> list[Call] | None:
     calls = []
     for part in tagged:
         fence = FENCE.fullmatch(part.strip())  # around all of it
-        calls += _functions(part) or _keyed(part) or _several(fence[2] if fence else part)
+        calls += _functions(part) or _keyed(part) or _several(fence[1] if fence else part)
     return calls if tagged else None
 
 
@@ -212,14 +206,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _headed(text: str) -> list[Call] | None:
     """Return the calls of formats that write a name and then its arguments."""
-    calls = []
-    for match in ACTION.finditer(text):
-        given = INPUT.match(text, match.end())
-        if given is None:
-            raise Malformed(f"Action: {match[1]} without an Action Input")
-        calls.append(_with_arguments(match[1], text, given.end()))
-    calls += [_with_arguments(match[1], text, match.end()) for match in HEADER.finditer(text)]
-    return calls or None
+    return [_with_arguments(match[1], text, match.end()) for match in HEADER.finditer(text)] or None
 
 
 def _with_arguments(name: str, text: str, place: int) -> Call:
@@ -232,8 +219,7 @@ def _with_arguments(name: str, text: str, place: int) -> Call:
 def _bare(text: str) -> list[Call] | None:
     """Return JSON or Python calls in the last fence, in the whole text, or after prose."""
     fenced = FENCE.findall(text)
-    language, text = fenced[-1] if fenced else ("", text)
-    text = (PRINTED.sub(r"\1", text) if language == "tool_code" else text).strip(" \t\r\n`")
+    text = (fenced[-1] if fenced else text).strip(" \t\r\n`")
     for start in [0, *(match.end() for match in BARE.finditer(text))][:MOST_STARTS]:
         try:
             calls = _several(text[start:])

@@ -9,7 +9,7 @@ import yaml
 
 from megatron_rft.commands import main
 from megatron_rft.report import page, write
-from megatron_rft.report.facts import clock, headline, recipe_facts
+from megatron_rft.report.facts import headline, recipe_facts
 from megatron_rft.report.groups import MOST_POINTS, differing, grouped, mean_and_error
 from megatron_rft.report.page import CHARTS, phases, shown
 from megatron_rft.report.runs import read_all
@@ -98,7 +98,7 @@ class TestFacts:
         found = {number.label: (number.value, number.more) for number in headline(group)}
         assert found["pass@1, test"] == ("0.320 → 0.630", "± 0.010")
         assert found["reward"] == ("0.430 → 0.700", "first and last tenth")
-        assert found["steps"] == ("30", "") and found["time"] == ("1 min 5 s", "2.0 s a step")
+        assert found["steps"] == ("30", "") and found["time"] == ("1:05", "2.0 s a step")
 
     def test_alarms_stand_before_the_numbers(self, tmp_path):
         run = write_run(tmp_path / "run")
@@ -127,10 +127,6 @@ class TestFacts:
             and facts["algorithm.kl_coefficient"] == "0.001"
         )
         assert "optimizer.lr" not in facts  # this recipe does not say it
-
-    @pytest.mark.parametrize(("seconds", "said"), [(5, "5 s"), (65, "1 min 5 s"), (3725, "1 h 2 min")])
-    def test_clock(self, seconds, said):
-        assert clock(seconds) == said
 
 
 class TestCharts:

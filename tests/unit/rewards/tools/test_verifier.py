@@ -36,8 +36,6 @@ F = Call("f", {"a": 1})
         ('<function=f>{"a": 1}</function>', [F]),
         ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [F]),
         ('I do: ```[f(a=1)]```', [F]),
-        ('Thought: I look it up.\nAction: f\nAction Input: {"a": 1}\n', [F]),
-        ('Action: f\nAction Input: {"a": 1}\n\nAction: g\nAction Input: {}', [F, Call("g", {})]),
         ('I look it up.\n\n{"name": "f", "arguments": {"a": 1}}', [F]),
         ("I look it up: [f(a=1)]", [F]),
         ("I look it up.\nf(a=1)", [F]),
@@ -52,9 +50,6 @@ F = Call("f", {"a": 1})
         ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', [F]),
         ('<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', [F]),
         ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [F]),
-        ('functools[{"name": "f", "arguments": {"a": 1}}]', [F]),
-        ("Action: f\nAction Input: {'a': 1}", [F]),
-        ('Action: `f`\n\nAction Input:\n```json\n{"a": 1}\n```', [F]),
         ('{"function": "f", "arguments": {"a": 1}}', [F]),
         ('{"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}', [F]),
         ('Action:\n```json\n{"action": "f", "action_input": {"a": 1}}\n```', [F]),
@@ -66,8 +61,6 @@ F = Call("f", {"a": 1})
         ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
          "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>", [F, Call("g", {})]),
         ('<tool_call>\n```json\n{"name": "f", "arguments": {"a": 1}}\n```\n</tool_call>', [F]),
-        ("```tool_code\nprint(f(a=1))\n```", [F]),
-        ("```tool_code\nprint(f(a=1))\nprint(g())\n```", [F, Call("g", {})]),
         ("```tool_code\nf(a=1)\n```", [F]),
         ("```python\nprint(f(a=1))\n```", []),  # a program
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1'
@@ -102,7 +95,6 @@ def test_the_forms_of_calls(text, calls):
         "{'name': 'f', 'arguments': {'a': 1",
         '<invoke name="f"><parameter name="a">1',
         "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>",
-        "functools[f(a=1",
         "to=functions.f <|message|>{",
         "<|python_tag|>",
         "<tool_call>" + "[" * 30000 + "</tool_call>",
@@ -115,8 +107,6 @@ def test_the_forms_of_calls(text, calls):
         '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
         "[TOOL_CALLS] f",
         "<function=f>{",
-        "Action: f\nObservation: 3",
-        "Action: f\nAction Input: {'a'",
         'I call it: {"name": "f", "arguments": {"a": 1',
     ],
 )
@@ -285,7 +275,7 @@ def test_parallel_irrelevance_and_relevance():
     assert bfcl([], "[area.of(base=1)]") == bfcl([], "Try `area.of(base=1)`.") == 0.0
     assert bfcl([], "Neither `area.of()` nor another function fits.") == 1.0
     assert bfcl([], '<tool_call>{"name": "area.of"') == bfcl([], '{"name": "area.of", "arguments": {"base": 1') == 0.0
-    assert bfcl([], "[area.of(") == bfcl([], "Action: area.of\nAction Input: {") == 0.0
+    assert bfcl([], "[area.of(") == 0.0
     assert bfcl([], '{"error": "no function fits"}') == 1.0  # JSON, and no call
     assert bfcl("any", "[volume.of(side=1)]") == 1.0
     assert bfcl("any", "None of the functions fits.") == bfcl("any", "[area.of(") == bfcl("any", "[]") == 0.0
@@ -298,7 +288,6 @@ def test_exactly_the_calls_of_the_reference():
         return ToolReward("exact")([Prompt(0, (1,), "", reference)], [text])[0].reward
 
     assert grade(tagged(B, A)) == grade("[f(a=1, b=2), g(c='x')]") == 1.0
-    assert grade('Action: g\nAction Input: {"c": "x"}\nAction: f\nAction Input: {"b": 2, "a": 1}') == 1.0
     for wrong in ("[f(a=1, b=2)]", "[f(a=1, b=2), g(c='X')]", "[f(a=1, b=2, c=3), g(c='x')]", "no", "<tool_call>{"):
         assert grade(wrong) == 0.0
 
