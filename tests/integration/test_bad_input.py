@@ -169,7 +169,7 @@ def test_folder_with_something_else(tmp_path, capsys):
 
 
 def test_numbers_that_blow_up_end_the_run_with_the_batch_kept(tmp_path, capsys):
-    """At this rate the first step makes weights of 1e20, and no later loss is finite."""
+    """At this rate the first step makes weights of 1e20, and no later loss is finite. A resumed run counts on."""
     recipe = write_recipe(
         tmp_path,
         trainer="sft",

@@ -36,7 +36,12 @@ TIMED = ("seconds/", "wait_seconds", "ranks/", "memory/", "per_second", "rollout
 def undisturbed(tmp_path_factory):
     """(folder with the recipe, the run's folder) of an uninterrupted run with PIPO."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    recipe = write_recipe(folder, pipo={"window": 2, "learning_rate": 1e-2}, algorithm={"old_logprobs": "recompute"})
+    recipe = write_recipe(
+        folder,
+        pipo={"window": 2, "learning_rate": 1e-2},
+        algorithm={"old_logprobs": "recompute"},
+        optimizer={"lr": 2e-2, "lr_decay_style": "linear", "lr_warmup_steps": 2},
+    )
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     assert [line["step"] for line in metrics(folder / "run")] == list(range(7))
