@@ -1,8 +1,10 @@
 """Creates objectives for tests from the options that differ from the defaults, and samples whole steps."""
 
 from collections.abc import Callable
+from typing import Any
 
 from megatron_rft import objectives
+from megatron_rft.config import Recipe, load
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.constraint import DynamicOptions
@@ -51,3 +53,9 @@ class WholeStep(Sampler):
     ) -> Sampled:
         self.keep, self.max_rounds = keep, max_rounds
         return self.conclude(self.collect(self.begin(draw(count), step), draw, count), step)
+
+
+def recipe(**sections: Any) -> Recipe:
+    """The smallest recipe, with other options by section."""
+    least = {"run": {"output_dir": "run", "steps": 1}, "model": {"path": "model"}, "data": {"train": "arithmetic"}}
+    return load(least, **sections)

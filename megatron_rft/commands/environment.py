@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_rft.config import Recipe
@@ -38,7 +37,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     turns = recorded(args.turns) if args.turns else [invented(options, problem) for problem in problems]
     episodes = list(zip(problems, turns, strict=False))
     folder = tempfile.mkdtemp(prefix="megatron-rft-check-")  # not run.output_dir, which a run wants for itself
-    builder = replace(EngineBuilder.of(recipe), folder=Path(folder) / "engines")
+    section = recipe.run.model_copy(update={"output_dir": folder})
+    builder = EngineBuilder(recipe.model_copy(update={"run": section}))
     start, plays = time.perf_counter(), []
     for _ in range(2):
         with ExitStack() as stack:

@@ -72,7 +72,7 @@ def evaluate(
     sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, None, tokenizer, None, recipe.run.seed)
     evaluator = Evaluator(recipe.evaluation, problems, sampler, folder)  # engine and rewards: in `measured`
     asked = {part: Asked.of(part, usable, evaluator, recipe.reward, model) for part, usable in loaded.items()}
-    results = measured(asked, evaluator, EngineBuilder.of(recipe), source, tokenizer)
+    results = measured(asked, evaluator, EngineBuilder(recipe), source, tokenizer)
     write([*results, *others(folder, list(asked), model["weights"])], folder)
     return results, folder
 
@@ -152,10 +152,9 @@ def others(folder: Path, parts: list[str], model: Weights) -> list[EvalResult]:
 
 
 def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
-    if engines.vllm.tensor_parallel_size > 1:
+    if (devices := engines.recipe.vllm.tensor_parallel_size) > 1:
         raise ConfigError(
-            f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, but the command evaluate has one process "
-            "on one device. Set it to 1"
+            f"vllm.tensor_parallel_size: {devices}, but the command evaluate has one process on one device. Set it to 1"
         )
     engine = engines.local(source.hf_config)("cuda" if torch.cuda.is_available() else "cpu")
     weight_sync.send(source.tensors(), engine, version=0, verify=True)

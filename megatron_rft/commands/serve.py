@@ -77,7 +77,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     shape = ModelShape(hf_config.to_dict())
     engine = choose_for(recipe.rollout, shape)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
-    engines = EngineBuilder.of(recipe)
+    engines = EngineBuilder(recipe)
     arguments = engines.server_arguments(hf_config)
     host = args.host or host_name()
     address = own_address(host)

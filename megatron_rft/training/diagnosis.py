@@ -54,7 +54,7 @@ class Mismatch:
         self.recipe = recipe = self.vary()
         self.tokenizer, self.hf_config = build.load_model_files(recipe.model)
         self.prompts = Problems(recipe.data, recipe.environment).prompts("train", self.tokenizer).prompts[: self.count]
-        self.trainer, self.kind = recipe.model.precision, EngineBuilder.of(recipe).kind(self.hf_config)
+        self.trainer, self.kind = recipe.model.precision, EngineBuilder(recipe).kind(self.hf_config)
         rounds = recipe.vllm.rounding and f"with vllm.{recipe.vllm.rounding}"
         self.engine = rounds or recipe.rollout.dtype or ("fp32" if self.trainer == "fp32" else "bf16")
         fp8 = [name for name in recipe.megatron.model_fields_set if name.split("_")[0] == "fp8"]
@@ -85,7 +85,7 @@ class Mismatch:
         Raises:
             RunFailed: the engine's weights are not what was sent.
         """
-        builder = EngineBuilder.of(recipe := self.vary(*overrides))
+        builder = EngineBuilder(recipe := self.vary(*overrides))
         sampling = build.build_sampling(recipe.rollout, self.tokenizer)
         with ExitStack() as stack:
             engine = builder.build(self.hf_config)

@@ -32,19 +32,19 @@ def build_refiner(
     """`encode`, `template`, `maximum`: as of `Refiner`. Its engine has the reference's weights, which never change. It
     is always in this process: recovery of engines in other processes is collective, but each rank uses its refiner at
     different times."""
-    options, hf_config = engines.constraint, models.actor.hf_config
+    options, hf_config = engines.recipe.constraint, models.actor.hf_config
     engine = stack.enter_context(closing(engines.build_refining(hf_config)))
     models.send_reference(engine)
     return Refiner(
         engine,
-        build.build_sampling(engines.rollout, tokenizer, options.max_tokens, options.temperature),
+        build.build_sampling(engines.recipe.rollout, tokenizer, options.max_tokens, options.temperature),
         tokenizer,
         encode,
         template,
         maximum,
         partial(request_seed, seed, REFINER_STREAM),
         options,
-        engines.longest_refinement_of(hf_config),
+        engines.longest_refinement(hf_config),
     )
 
 

@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from megatron_rft.config import Faults, Recipe, Rollout
-from megatron_rft.config.constraint import DynamicOptions
-from megatron_rft.config.environment import AnyEnvironment
+from megatron_rft.config import Recipe
 from megatron_rft.config.trainers import CORRECT, ROUNDED
-from megatron_rft.config.vllm import Vllm
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -41,53 +38,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 class EngineBuilder:
     """Builds a recipe's engines, without weights."""
 
-    rollout: Rollout
-    vllm: Vllm
-    faults: Faults = Faults()
-    constraint: DynamicOptions | None = None  # of the refiner
-    dtype: torch.dtype = torch.float32
-    folder: Path = Path("engines")  # logs of engines in processes and servers
-    longest_generation: int = 0  # tokens of a prompt and its response
-    longest_refinement: int = 0  # the same for the refiner
-    corrects: bool = True  # the loss corrects for an engine that rounds weights
-    gpu_share: float = GPU_SHARE  # of a device's memory, for an engine on a rank's device
-    environment: AnyEnvironment | None = None  # episodes.py puts it around the policy's engine
-    chat: bool = False  # data.chat
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> "EngineBuilder":
-        return cls(
-            recipe.rollout,
-            recipe.vllm,
-            recipe.faults,
-            recipe.constraint if recipe.refines else None,
-            DTYPES[recipe.rollout.dtype or recipe.model.precision],
-            Path(recipe.run.output_dir) / "engines",
-            recipe.longest_generation,
-            recipe.longest_refinement if recipe.refines else 0,
-            recipe.corrects,
-            gpu_share(recipe),
-            recipe.environment,
-            recipe.data.chat,
-            recipe.data.chat_template_kwargs,
-        )
+    @property
+    def folder(self) -> Path:
+        """Of logs of engines in processes and servers."""
+        return Path(self.recipe.run.output_dir) / "engines"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
 
     # ---- the policy's engine and the refiner's
 
     def build(self, hf_config: Any) -> Engine:
         """The policy's engine of this rank: in this process, in other processes, or on servers."""
-        choose_for(self.rollout, ModelShape(hf_config.to_dict()))  # again: now the model is here
-        if self.rollout.placement != "colocated":
+        choose_for(self.recipe.rollout, ModelShape(hf_config.to_dict()))  # again: now the model is here
+        if self.recipe.rollout.placement != "colocated":
             return self._pool(hf_config)
-        engine = self.local(hf_config, gpu_share=self.gpu_share)(parallel.device())
+        engine = self.local(hf_config, gpu_share=gpu_share(self.recipe))(parallel.device())
         parallel.barrier("start")
         return engine
 
     def build_beside(self, models: list[Actor]) -> tuple[Engine, EngineWeights]:
         """The policy's engine, and its weights from the first of the trained `models`. With rollout.offload_trainer
         their training state is offloaded first, because the engine measures the free memory at its start."""
-        offloaded = models if self.rollout.offload_trainer else []
+        offloaded = models if self.recipe.rollout.offload_trainer else []
         for model in offloaded:
             model.training_state.offload()
         engine = self.build(models[0].hf_config)
@@ -98,11 +74,11 @@ class EngineBuilder:
 
     def build_refining(self, hf_config: Any) -> Engine:
         """The refiner's engine, in this process. It accepts longer prompts than the policy's."""
-        own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
-        arguments = self.vllm.arguments() | own
-        if self.constraint.temperature == 0:  # above it, speculation changes the tokens of a seed
+        own = {"max_model_len": self.longest_refinement(hf_config), "tensor_parallel_size": 1}
+        arguments = self.recipe.vllm.arguments() | own
+        if self.recipe.constraint.temperature == 0:  # above it, speculation changes the tokens of a seed
             arguments = {"speculative_config": COPIES} | arguments
-        engine = self.local(hf_config, arguments, self.gpu_share)(parallel.device())
+        engine = self.local(hf_config, arguments, gpu_share(self.recipe))(parallel.device())
         parallel.barrier("start")
         return engine
 
@@ -115,12 +91,12 @@ class EngineBuilder:
         device.
         """
         options = EngineOptions(
-            max_batch_sequences=self.rollout.max_batch_sequences,
+            max_batch_sequences=self.recipe.rollout.max_batch_sequences,
             max_model_len=self.longest(hf_config),
-            options=self.vllm.arguments() if arguments is None else arguments,
+            options=self.recipe.vllm.arguments() if arguments is None else arguments,
             gpu_share=gpu_share,
-            keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
-            reserve=round(self.rollout.reserve_gib * GIB),
+            keep_caches=arguments is None and self.recipe.rollout.cache_after_sync == "keep",
+            reserve=round(self.recipe.rollout.reserve_gib * GIB),
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
         )
         engine = importlib.import_module(f"megatron_rft.inference.{self.kind(hf_config)}.engine")
@@ -128,42 +104,42 @@ class EngineBuilder:
 
     def kind(self, config: PreTrainedConfig) -> str:
         """Resolves `rollout.engine` for a local engine: a name of ENGINES."""
-        return choose(self.rollout.engine, ModelShape(config.to_dict())).name
+        return choose(self.recipe.rollout.engine, ModelShape(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:
         """The longest sequence of prompt and response, in tokens, that an engine must support."""
-        return min(self.longest_generation, hf_config.max_position_embeddings)
+        return min(self.recipe.longest_generation, hf_config.max_position_embeddings)
 
-    def longest_refinement_of(self, hf_config: Any) -> int:
+    def longest_refinement(self, hf_config: Any) -> int:
         """The same for the refiner. Allowing all of the model's positions would need a larger cache."""
-        return min(self.longest_refinement, hf_config.max_position_embeddings)
+        return min(self.recipe.longest_refinement, hf_config.max_position_embeddings)
 
     # ---- engines outside of the ranks
 
     def server_arguments(self, hf_config: Any) -> dict[str, Any]:
         """vLLM's arguments for a server that the run starts: defaults, overridden by the recipe's."""
-        own = {"max_model_len": self.longest(hf_config), "max_num_seqs": self.rollout.max_batch_sequences}
-        own |= {"enable_prefix_caching": False} if self.rollout.cache_after_sync == "keep" else {}
-        arguments = own | self.vllm.arguments()
+        own = {"max_model_len": self.longest(hf_config), "max_num_seqs": self.recipe.rollout.max_batch_sequences}
+        own |= {"enable_prefix_caching": False} if self.recipe.rollout.cache_after_sync == "keep" else {}
+        arguments = own | self.recipe.vllm.arguments()
         if "speculative_config" in arguments:
             arguments["speculative_config"] = speculation(arguments["speculative_config"])
         return arguments
 
     def check_gpus(self) -> None:
         """Check, before anything is loaded, that this node has the GPUs for a server that the run will start."""
-        if self.rollout.placement == "server" and not self.rollout.servers and torch.cuda.is_available():
-            devices(0, self.vllm.tensor_parallel_size, spare_gpus(), own_device())
+        if self.recipe.rollout.placement == "server" and not self.recipe.rollout.servers and torch.cuda.is_available():
+            devices(0, self.recipe.vllm.tensor_parallel_size, spare_gpus(), own_device())
 
     def alone(self) -> bool:
         """Whether each engine of this node has its own GPUs, shared with no rank and no other engine."""
         spare = spare_gpus()
         here = engines_of_node(self._count(spare), dist.get_rank(), dist.get_world_size())
-        return len(here) <= len(spare) // self.vllm.tensor_parallel_size
+        return len(here) <= len(spare) // self.recipe.vllm.tensor_parallel_size
 
     def _count(self, spare: list[str]) -> int:
         """The number of engines of the whole run, if each node has `spare` GPUs without a rank."""
         nodes = max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes)
+        return engine_processes(self.recipe.rollout, self.recipe.vllm, dist.get_world_size(), len(spare) * nodes)
 
     def _pool(self, hf_config: Any) -> EnginePool:
         """The engines outside this process that this rank drives."""
@@ -174,11 +150,11 @@ class EngineBuilder:
         members = []
         try:
             for index in mine:
-                if self.rollout.servers:
+                if self.recipe.rollout.servers:
                     members.append(self._given_server(hf_config, index))
                     continue
                 environment = self._environment(neighbours.index(index), spare)
-                if self.rollout.placement == "process":
+                if self.recipe.rollout.placement == "process":
                     members.append(self._process(hf_config, index, environment))
                 else:
                     members.append(self._local_server(hf_config, index, environment))
@@ -192,26 +168,26 @@ class EngineBuilder:
         return pool
 
     def _process(self, hf_config: Any, index: int, environment: dict[str, str]) -> EngineProcess:
-        build_on = self.local(hf_config, gpu_share=None if self.alone() else self.gpu_share)
+        build_on = self.local(hf_config, gpu_share=None if self.alone() else gpu_share(self.recipe))
         return EngineProcess(
             partial(build_on, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             f"engine process {index}",
             self.folder / f"engine_{index}.log",
-            self.faults.engine_start_s,
-            self.faults.engine_silence_s,
+            self.recipe.faults.engine_start_s,
+            self.recipe.faults.engine_silence_s,
             environment,
         )
 
     def _given_server(self, hf_config: Any, index: int) -> ServerEngine:
         options = self._server_options(hf_config) | {"longest": self.longest(hf_config)}
-        server = ServerEngine(self.rollout.servers[index], **options)
-        if server.rounds and not self.corrects:
+        server = ServerEngine(self.recipe.rollout.servers[index], **options)
+        if server.rounds and not self.recipe.corrects:
             raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
         return server
 
     def _local_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> LocalServer:
         shared = torch.cuda.is_available() and not self.alone()
-        share = {"gpu_memory_utilization": self.gpu_share} if shared else {}
+        share = {"gpu_memory_utilization": gpu_share(self.recipe)} if shared else {}
         return LocalServer(
             log=self.folder / f"server_{index}.log",
             environment=environment,
@@ -223,17 +199,17 @@ class EngineBuilder:
         return {
             "config": hf_config,
             "dtype": self.dtype,
-            "start_timeout_s": self.faults.engine_start_s,
-            "silence_timeout_s": self.faults.engine_silence_s,
-            "keep_caches": self.rollout.cache_after_sync == "keep",
+            "start_timeout_s": self.recipe.faults.engine_start_s,
+            "silence_timeout_s": self.recipe.faults.engine_silence_s,
+            "keep_caches": self.recipe.rollout.cache_after_sync == "keep",
         }
 
     def _environment(self, number: int, spare: list[str]) -> dict[str, str]:
         """Environment of engine `number` of this node: a world of one rank that sees only the engine's GPUs."""
         environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         if torch.cuda.is_available():
-            seen = devices(number, self.vllm.tensor_parallel_size, spare, own_device())
-            if spare and self.rollout.placement == "process":
+            seen = devices(number, self.recipe.vllm.tensor_parallel_size, spare, own_device())
+            if spare and self.recipe.rollout.placement == "process":
                 seen = [*seen, own_device()]  # weights come through the memory of the rank's GPU
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
         return environment

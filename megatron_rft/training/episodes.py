@@ -20,11 +20,11 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     """The engine itself without an environment. The engine and the environments' processes end with `stack`. `kept`:
     the engine's weights (EngineWeights), if a run that is killed and resumed shall not play its episodes again."""
     stack.callback(engine.close)
-    environment, stops = builder.environment, builder.rollout.stop
+    environment, rollout, data = builder.recipe.environment, builder.recipe.rollout, builder.recipe.data
     if environment is None:
         return engine
-    template = Template(tokenizer, stop_token_ids(stops, tokenizer), builder.chat_template_kwargs)
-    notes = [note for role in environment.roles for note in template.check(role)] if builder.chat else []
+    template = Template(tokenizer, stop_token_ids(rollout.stop, tokenizer), data.chat_template_kwargs)
+    notes = [note for role in environment.roles for note in template.check(role)] if data.chat else []
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 and notes:
         print("\n".join(notes), flush=True)
@@ -43,8 +43,8 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
 
         player = Programs(*parts, at_once=environment.programs if outside else None, options=environment)
     else:
-        own_pace = outside and builder.rollout.staleness > 1
-        player = Episodes(*parts, at_once=builder.rollout.max_batch_sequences if own_pace else None)
+        own_pace = outside and rollout.staleness > 1
+        player = Episodes(*parts, at_once=rollout.max_batch_sequences if own_pace else None)
     if kept:
         player.kept = Kept(builder.folder.parent, rank, kept)
         stack.push(lambda failed, *_: None if failed else shutil.rmtree(player.kept.folder, ignore_errors=True))

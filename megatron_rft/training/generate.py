@@ -82,7 +82,7 @@ def run(recipe: Recipe) -> int:
     if rank == 0:
         for reason, count in problems.dropped.items():
             print(f"data.train: {count} rows left out ({reason})", flush=True)
-    engines = EngineBuilder.of(recipe)
+    engines = EngineBuilder(recipe)
     path = model_folder(recipe.model.path)
     mine = [number for number in store.missing(folder, shards) if number % world == rank]
     with ExitStack() as stack:
@@ -131,8 +131,9 @@ def _sampler(
     engine = engines.local(model.hf_config)(device)
     player = around(engine, engines, tokenizer, stack)
     weight_sync.send(model.tensors(), engine, version=0)
-    sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
-    return GradedSampler(player, sampling, tokenizer, reward, size, seed)
+    rollout = engines.recipe.rollout
+    sampling = build.build_sampling(rollout, tokenizer)
+    return GradedSampler(player, sampling, tokenizer, reward, rollout.group_size, seed)
 
 
 def _report(folder: Path, index: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ from megatron_rft.utils.errors import DataError
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps or a signal. Returns the exit status."""
-    engines, options, algorithm = EngineBuilder.of(recipe), recipe.rollout, recipe.algorithm
+    engines, options, algorithm = EngineBuilder(recipe), recipe.rollout, recipe.algorithm
     engines.check_gpus()
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
     if recipe.data.image_field:

@@ -74,7 +74,7 @@ def train_stored(
         evaluator = weights = None
         if recipe.validates or recipe.data.test:
             reward = stack.enter_context(closing(build_reward(recipe.reward)))
-            engines = EngineBuilder.of(recipe)
+            engines = EngineBuilder(recipe)
             engine, weights = engines.build_beside(list(models.trained.values()))
             player = around(engine, engines, tokenizer, stack)
             options, problems = recipe.evaluation, Problems(recipe.data, recipe.environment)

@@ -152,7 +152,7 @@ def truncated(folder: Path, tokenizer, place: str, out: str) -> None:
         "rollout.temperature=1.0",
     ]
     recipe = load(Path(__file__).parents[2] / "examples/smollm2/grpo_pipo.yaml", [*given, *PLACES[place]])
-    engine = EngineBuilder.of(recipe).build(actor.hf_config)
+    engine = EngineBuilder(recipe).build(actor.hf_config)
     weight_sync.send(actor.stream(), engine, 1, verify=True)
     prompts = [Prompt(i, tuple(ids), "", "") for i, (ids, _) in enumerate(rows(tokenizer, 0) + rows(tokenizer, 1))]
     asked, found = [Request(each.index, each.token_ids, 6, seed=each.index) for each in prompts], {}

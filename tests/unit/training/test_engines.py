@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatron_rft.config.sections import Rollout
-from megatron_rft.config.vllm import Vllm
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.training import engines
 from megatron_rft.training.engines import EngineBuilder, devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
+from tests.made import recipe
 from tests.shapes import sizes
 
 CONFIG = LlamaConfig(**sizes(1, 16, 2, 2, 16, vocab_size=8))
@@ -97,7 +96,7 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
     actor, critic = (
         SimpleNamespace(training_state=Recorded(), stream=lambda dtype: [], hf_config=CONFIG) for _ in range(2)
     )
-    engine, weights = Builder(Rollout(offload_trainer=True), Vllm()).build_beside([actor, critic])
+    engine, weights = Builder(recipe(rollout={"offload_trainer": True})).build_beside([actor, critic])
     away, back = [("offload",)] * 2, [("restore",)] * 2
     assert events == [*away, ("start",), ("sleep",), *back]
     events.clear(), weights.send(0)
@@ -106,7 +105,7 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
     assert not events  # it is
     weights.sleep_to_save(), weights.wake()
     assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",), ("recover",)]
-    engine, weights = Builder(Rollout(), Vllm()).build_beside([actor])
+    engine, weights = Builder(recipe()).build_beside([actor])
     events.clear(), weights.send(0), weights.sleep_to_save(), weights.sleep()
     assert events == [("wake", False), ("load_weights",), ("wake",), ("recover",), ("sleep",)]
 
@@ -150,7 +149,7 @@ def test_engines_of_a_node(monkeypatch, ranks, count, mine):
     ],
 )
 def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
-    builder = EngineBuilder(Rollout(**options), Vllm())
+    builder = EngineBuilder(recipe(rollout=options))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(engines, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
     for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
@@ -159,7 +158,7 @@ def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
 
 
 def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
-    builder = EngineBuilder(Rollout(placement="server"), Vllm(tensor_parallel_size=2))
+    builder = EngineBuilder(recipe(rollout={"placement": "server"}, vllm={"tensor_parallel_size": 2}))
     builder.check_gpus()  # on a CPU a worker is a process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from megatron_rft.config.sections import Rollout
-from megatron_rft.config.vllm import Vllm
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.vllm import server_client
@@ -22,6 +20,7 @@ from megatron_rft.inference.vllm.server_client import ServerEngine, local_addres
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.integration.tiny import wait_until
+from tests.made import recipe
 from tests.unit.inference.tiny import SHAPE
 
 CONFIG = Qwen3Config(**SHAPE)
@@ -239,8 +238,8 @@ def test_the_address_that_a_server_reaches_this_machine_by():
 def test_arguments_of_a_server():
     """Prompts are not split, however long; a draft model has its own weights."""
     drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
-    options = {"rollout": Rollout(max_batch_sequences=16), "vllm": Vllm(speculative_config=drafts)}
-    builder = EngineBuilder(**options, longest_generation=30000)
+    rollout = {"max_batch_sequences": 16, "max_response_tokens": 30000}
+    builder = EngineBuilder(recipe(rollout=rollout, vllm={"speculative_config": drafts}))
     arguments = builder.server_arguments(SimpleNamespace(max_position_embeddings=20000))
     assert arguments == {
         "max_model_len": 20000,
@@ -252,6 +251,6 @@ def test_arguments_of_a_server():
 
 
 def test_a_server_that_keeps_caches_shares_no_prefixes():
-    keep = Rollout(staleness=2, cache_after_sync="keep")
-    builder = EngineBuilder(keep, Vllm(), longest_generation=20)
+    keep = {"staleness": 2, "cache_after_sync": "keep", "placement": "server"}
+    builder = EngineBuilder(recipe(rollout=keep, algorithm={"importance": "truncated"}))
     assert builder.server_arguments(SimpleNamespace(max_position_embeddings=64))["enable_prefix_caching"] is False
