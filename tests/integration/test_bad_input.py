@@ -190,3 +190,7 @@ def test_numbers_that_blow_up_end_the_run_with_the_batch_kept(tmp_path, capsys):
     assert len(Batch.from_state_dict(load_file(kept))) == 4
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["faults/skipped_steps"] == 2
+    assert main(["train", str(recipe)]) == 3
+    assert "resumed after step 2" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["faults/skipped_steps"] == 3
