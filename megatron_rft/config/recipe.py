@@ -114,19 +114,11 @@ class Recipe(s.Section):
         if several != (self.data.teacher_field is not None):
             why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
-        if self.data.image_field:
-            self._check_images()
+        if self.data.image_field and self.environment:
+            raise at("data.image_field", "images are not supported with an environment")
         if self.lora and self.model.vision == "trained":
             raise at("model.vision", "trained does not work with lora, which trains adapters alone: leave it out")
         self._check_precision()
-
-    def _check_images(self):
-        parts = {
-            "an environment": self.environment,
-            "rollout.placement server": self.rollout.placement == "server",
-        }
-        if found := [what for what, is_so in parts.items() if is_so]:
-            raise at("data.image_field", f"images are not supported with {' and '.join(found)}")
 
     def _check_environment(self, environment: environments.Base):
         turn, longest = environment.turn_tokens, self.rollout.max_response_tokens

@@ -107,6 +107,8 @@ def choose_for(
     if rollout.placement != "server":
         return choose(rollout.engine, model, for_gpu, planned)
     if rollout.servers:
+        if model and model.tower and (problem := vllm.installation_problem()):
+            raise ConfigError(f"rollout.servers: images are sent by vLLM's own code, and here {problem}")
         return EngineChoice("vllm", "rollout.servers")
     if planned and not vllm.installed():
         return EngineChoice("vllm", f"not installed here: {vllm.INSTALL}")

@@ -73,7 +73,6 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
     ("option", "words"),
     [
         ("lora={rank: 4}", "model.vision: trained does not work with lora"),
-        ("rollout={engine: vllm, placement: server}", "images are not supported with rollout.placement server"),
         ("rollout.engine=vllm; vllm={tensor_parallel_size: 2}", "a model that reads images has one rank: set 1"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
         ("batching.pack_sequences=false", "a model that reads images needs batching.pack_sequences true"),
@@ -136,10 +135,13 @@ def qwen3_vl(made, folder):
 @pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.parametrize(
-    ("family", "placement"), [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated")]
+    ("family", "placement"),
+    [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated"), ("qwen3_vl", "server")],
 )
 def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
-    given = ["run.steps=3", "rollout.engine=vllm", f"rollout.placement={placement}", "checkpoint.every=0"]
+    """The same four images in each step, between which the tower changes."""
+    given = ["run.steps=3", "data.limit=4", "checkpoint.every=0"]
+    given += ["rollout.engine=vllm", f"rollout.placement={placement}", "faults.compare_weights_every=1"]
     if family == "qwen3_vl":
         qwen3_vl(made, tmp_path / "model")
         given.append(f"model.path={tmp_path}/model")

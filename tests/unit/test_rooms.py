@@ -16,6 +16,7 @@ ROOMS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*
 # Modules that tests meet through a command, or in a process of their own: by the test that does.
 STARTED = {
     "inference/process_worker": "integration/test_engine_processes.py",
+    "inference/vllm/seeing_server": "integration/test_vision.py",
     "inference/vllm/worker_extension": "parity/test_vllm_server.py",
     "rehearsal/rank": "integration/test_rehearse.py",
     "rehearsal/saving": "integration/test_rehearse.py",

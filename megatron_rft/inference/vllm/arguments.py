@@ -24,6 +24,8 @@ CACHE_BYTES = 1 << 30  # default limit of the KV cache on the CPU
 CACHE_BLOCK = 128  # tokens
 LOGPROBS_PER_TOP_K = 2  # vLLM keeps all tokens that are as probable as the last of the top_k
 LEFT_OUT = -1000.0  # log-probs below are those of tokens that truncated sampling left out
+# For images.py: vLLM would compute the largest image at its start, and keep what its processor returns.
+SEEING = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
 # GPUs would default to vLLM's second model runner, which no test of this package has met yet.
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
@@ -32,8 +34,8 @@ def save_config(config: PreTrainedConfig, folder: Path) -> None:
     """Save the configuration that vLLM builds the model from; the trainer sends the weights later."""
     whole, kind = whole_config(config), config.model_type
     whole.architectures = [family_of(config).architecture if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-    if sees(config):  # vLLM has it from here, and other code from the family
-        whole.get_text_config().rope_parameters["mrope_interleaved"] = deep_layers(config) > 0
+    if sees(config) and deep_layers(config):  # other code has it from the family, and vLLM from here
+        whole.get_text_config().rope_parameters["mrope_interleaved"] = True
     whole.save_pretrained(folder)
 
 
@@ -79,8 +81,9 @@ def command(
     port: int = 8000,
     host: str = "127.0.0.1",
     arguments: dict[str, Any] | None = None,
+    seeing: bool = False,
 ) -> list[str]:
-    """Return the command line of a server that accepts weights from a trainer."""
+    """Return the command line of a server that accepts weights from a trainer. `seeing`: its model reads images."""
     arguments = arguments or {}
     longest, sequences = arguments.get("max_model_len", 0), arguments.get("max_num_seqs", 0)
     options = common(model, dtype, "wire", longest, sequences) | {
@@ -92,8 +95,10 @@ def command(
         "disable_uvicorn_access_log": True,
     }
     options |= {} if torch.cuda.is_available() else {"enforce_eager": True}
+    options |= SEEING if seeing else {}
     flags = [part for name, value in (options | arguments).items() for part in flag(name, value)]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    module = "megatron_rft.inference.vllm.seeing_server" if seeing else "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", module, *flags]
 
 
 def sampling_parameters(request: Request, sample: int, sampling: Sampling) -> dict[str, Any]:

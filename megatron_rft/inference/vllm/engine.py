@@ -33,6 +33,7 @@ from megatron_rft.inference.engine import (
 )
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.arguments import (
+    SEEING,
     cache_bytes,
     common,
     kept_tokens,
@@ -112,10 +113,7 @@ class VLLMEngine(Engine):
             "seed": 0,
             "disable_log_stats": True,
         }
-        if self.never:
-            from megatron_rft.inference.vllm import images
-
-            defaults |= images.ARGUMENTS
+        defaults |= SEEING if self.never else {}
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":

@@ -5,6 +5,7 @@ one that only knows limits.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,6 @@ from vllm.multimodal.processing import BaseProcessingInfo
 from megatron_rft.families.tables import family_of
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.megatron.images import runs
-
-# vLLM would compute the largest image at its start, and keep what its processor returns.
-ARGUMENTS = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
 
 
 class Limits(BaseProcessingInfo):
@@ -42,7 +40,9 @@ def replace_processor(config: Any) -> None:
     if "_processor_factory" in vars(model):
         del model._processor_factory  # else vLLM warns
     MULTIMODAL_REGISTRY.register_processor(
-        lambda info, dummy_inputs: SimpleNamespace(info=info), info=Limits, dummy_inputs=lambda info: None
+        lambda info, dummy_inputs: SimpleNamespace(info=info, get_dummy_mm_inputs=lambda *_, **named: None),
+        info=Limits,
+        dummy_inputs=lambda info: None,
     )(model)
 
 
@@ -63,14 +63,23 @@ def prompt(ids: Sequence[int], pictures: Any, config: Any, dtype: torch.dtype) -
     return mm_input(list(ids), MultiModalKwargsItems.from_hf_inputs(inputs, fields), {"image": keys}, {"image": places})
 
 
+def features(*of_prompt: Any) -> dict[str, Any]:
+    """What a server gets beside the ids of a `prompt`."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_features import extract_mm_features
+
+    return extract_mm_features(prompt(*of_prompt)).model_dump()
+
+
 def mask(model: nn.Module, never: tuple[int, ...]) -> None:
     """Give the tokens `never` no probability: vLLM's options for that do not work with speculative decoding."""
-    compute, never = model.compute_logits, list(never)
+    compute = partial(type(model).compute_logits, model)
 
     def compute_logits(*given: Any, **named: Any) -> Tensor | None:
         logits = compute(*given, **named)
         return (
-            logits if logits is None else logits.index_fill(-1, torch.tensor(never, device=logits.device), -torch.inf)
+            logits
+            if logits is None
+            else logits.index_fill(-1, torch.tensor(list(never), device=logits.device), -torch.inf)
         )
 
     model.compute_logits = compute_logits

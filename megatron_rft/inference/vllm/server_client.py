@@ -31,12 +31,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_rft.config.vllm import EXACT_CACHES
+from megatron_rft.families.towers import sees
 from megatron_rft.inference.acceptance import Acceptance
 from megatron_rft.inference.engine import EngineLost, Group, Request, Sampling
 from megatron_rft.inference.pool import Member
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
-from megatron_rft.inference.vllm import server_checks, token_check
+from megatron_rft.inference.vllm import cpu_patches, server_checks, token_check
 from megatron_rft.inference.vllm.arguments import command, kept_tokens, sampling_parameters
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
@@ -75,6 +76,11 @@ class ServerEngine(Member):
         self.link = None
         self._open: set[http.client.HTTPConnection] = set()  # connections that wait for answers without a time limit
         self._lock, self._epoch = threading.Lock(), 0  # `_hang_up` begins a new epoch
+        if sees(config):  # here, before there are threads
+            cpu_patches.prepare()
+            from megatron_rft.inference.vllm.images import features
+
+            self.features = features
         self.start()
 
     def start(self) -> None:
@@ -123,7 +129,7 @@ class ServerEngine(Member):
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
-        _, *line = command("MODEL", self.dtype, host="HOST", arguments=room)
+        _, *line = command("MODEL", self.dtype, host="HOST", arguments=room, seeing=sees(self.config))
         return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
 
     def _connect(self) -> None:
@@ -182,6 +188,8 @@ class ServerEngine(Member):
         parameters = sampling_parameters(request, sample, sampling)
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
+            if request.problem and request.problem.images_key >= 0:
+                body["features"] = self.features(request.prompt_ids, request.problem.images, self.config, self.dtype)
             (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
             answer: Any = as_response(choice, sampling.truncates)
         except Exception as error:
@@ -208,6 +216,8 @@ class ServerEngine(Member):
                 raise RunFailed(f"weights of version {version}: {problem}")
         if not self.keep_caches:  # they were computed with the former weights
             self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if sees(self.config):
+            self._call("POST", "/reset_encoder_cache")
         self._call("POST", "/resume")
         self.weight_version = version
 

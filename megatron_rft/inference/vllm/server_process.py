@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from megatron_rft.conversion.folder import load_config
+from megatron_rft.families.towers import sees
 from megatron_rft.inference.process import last_lines
 from megatron_rft.inference.vllm import token_check
 from megatron_rft.inference.vllm.arguments import RUNNER, cache_bytes, command, save_config
@@ -44,12 +46,13 @@ def spawn(
     log: Path,
 ) -> subprocess.Popen:
     """Start a server that ends with this process. `arguments`: vLLM's max_model_len, max_num_seqs and others."""
+    config = load_config(model)
     if not torch.cuda.is_available():
         needs = arguments["max_model_len"], arguments["max_num_seqs"], arguments.get("tensor_parallel_size", 1)
-        room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
+        room = cache_bytes(config, dtype, *needs)
         arguments = {"kv_cache_memory_bytes": room} | arguments
         environment = CPU_ENVIRONMENT | environment
-    python, _, *module = command(str(model), dtype, port, host, arguments)
+    python, _, *module = command(str(model), dtype, port, host, arguments, sees(config))
     environment = RUNNER | os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment
     return start_helper([python, "-c", DEAF, *module], reap=True, log=log, env=environment)
 

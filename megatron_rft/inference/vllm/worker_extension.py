@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from megatron_rft.config.vllm import installed
+from megatron_rft.conversion.folder import language_config
 from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.inference.engine import WeightValidator
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
-from megatron_rft.inference.vllm import cpu_patches, draft_models
+from megatron_rft.inference.vllm import cpu_patches, draft_models, images
 from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver, register
@@ -43,7 +45,7 @@ class WireReceiver(Receiver):
     def init_transfer_engine(self, init_info: Address) -> None:
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        config = self.model_config.hf_config
+        config = language_config(self.model_config.hf_config)
         self.validator = WeightValidator(hf_shapes(config), config.model_type)
         self.shutdown()  # closes the link to an earlier trainer
         device = self.device if init_info.transport == network.GPU else None
@@ -85,7 +87,9 @@ class Extension:
     def rft_facts(self) -> dict:
         record_shared_memory(shared_memory(os.getpid()))
         cpu_patches.repair()
-        config, parallel = self.model_config.hf_config, self.parallel_config
+        config, parallel = language_config(self.model_config.hf_config), self.parallel_config
+        if sees(config):
+            images.mask(self.model_runner.model, never_sampled(config))
         transfer = self.vllm_config.weight_transfer_config
         facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
         facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
