@@ -18,6 +18,7 @@ from megatron_rft import __version__
 from megatron_rft.commands.convert import find_source
 from megatron_rft.config import Data, Evaluation, Recipe, RewardOptions
 from megatron_rft.config.datasets import DATASETS
+from megatron_rft.config.evaluation import Benchmark
 from megatron_rft.config.rewards import SECTIONS, OwnOptions
 from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.data.prompts import PromptSet
@@ -119,7 +120,7 @@ class Asked:
     ) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
         problems, samples = evaluator.problems, evaluator.samples(part)
-        reward = reward_of(own, problems.source(part).adapter if part in problems.benchmarks else None)
+        reward = reward_of(own, problems.benchmarks[part]) if part in problems.benchmarks else own
         prompts = usable.prompts[: evaluator.options.limit]
         depends_on = {
             "megatron_rft": __version__,
@@ -161,11 +162,12 @@ def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
     return engine
 
 
-def reward_of(own: RewardOptions, adapter: str | None) -> RewardOptions:
-    """The reward of a benchmark: the recipe's if it fits `adapter`, else the adapter's kind with its defaults."""
-    known = DATASETS.get(adapter)
-    if known is None or known.reward == "model":
-        return own
+def reward_of(own: RewardOptions, benchmark: Benchmark) -> RewardOptions:
+    """The benchmark's own reward; else the recipe's if it fits its adapter, else the adapter's kind with its
+    defaults."""
+    known = DATASETS.get(benchmark.adapter)
+    if benchmark.reward or known is None or known.reward == "model":
+        return benchmark.reward or own
     if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
         return own
     rules = {"rules": known.rules} if known.rules else {}

@@ -1,5 +1,6 @@
 """Recipes: their sections, loading and validation. Imports no torch."""
 
+from megatron_rft.config.evaluation import Evaluation
 from megatron_rft.config.loading import dump, load, load_saved
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.resume import difference
@@ -7,7 +8,6 @@ from megatron_rft.config.rewards import RewardOptions
 from megatron_rft.config.sections import (
     Batching,
     Data,
-    Evaluation,
     Faults,
     Megatron,
     Model,

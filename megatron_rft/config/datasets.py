@@ -19,7 +19,6 @@ PART = re.compile(rf"(?P<name>[^][+]+)(?P<slice>{SLICE})?")  # of a split: train
 SUFFIXES = (*TABLES, *TEXTS, *(f"{suffix}.gz" for suffix in TEXTS))  # of the files that a data set is read from
 READ = f"{', '.join(TABLES + TEXTS)} or (text) .gz"  # the same, in a sentence
 SAVED = "state.json"  # in a folder that save_to_disk wrote: names its files
-BFCL = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
 
 
 def suffix_of(path: str) -> str | None:
@@ -74,7 +73,6 @@ DATASETS = {
     "mbpp_plus": Known("code.mbpp", "code", "evalplus/mbppplus"),
     "livecodebench": Known("code.livecodebench", "code", "livecodebench/code_generation_lite", files="test*.jsonl"),
     "rlla": Known("tools.rlla", "tool", "emrecanacikgoz/ToolRL", rules="rlla"),
-    "bfcl": Known("tools.bfcl", "tool", BFCL, files="BFCL_*.json", rules="bfcl"),
     "api_bank": Known(
         "tools.api_bank", "tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"
     ),

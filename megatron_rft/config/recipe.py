@@ -10,6 +10,7 @@ from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.algorithms.base import Algorithm
 from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.constraint import CONSTRAINTS, Constraint, DynamicOptions
+from megatron_rft.config.evaluation import Evaluation
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.messages import at
 from megatron_rft.config.one_of import OneOf
@@ -51,7 +52,7 @@ class Recipe(s.Section):
     """The plug-in that verifies each policy step by the change of the reward. null: without it."""
     constraint: Annotated[Constraint, OneOf("kind", CONSTRAINTS)] | None = None
     """The constraint that keeps the policy from degenerating. null: the KL of the algorithm's options."""
-    evaluation: s.Evaluation = s.Evaluation()
+    evaluation: Evaluation = Evaluation()
     checkpoint: s.Checkpoint = s.Checkpoint()
     tracking: s.Tracking = s.Tracking()
     faults: s.Faults = s.Faults()

@@ -93,9 +93,9 @@ class CodeOptions(RewardOptions, kind="code"):
 class ToolOptions(RewardOptions, kind="tool"):
     """Comparison of tool calls with the reference's."""
 
-    rules: Literal["rlla", "bfcl", "exact"] = "rlla"
-    """rlla: partial credit from -3 to 4, as in ToolRL. bfcl: 1 or 0 by the Berkeley leaderboard's rules. exact: 1 if
-    the calls equal the reference's in any order, else 0."""
+    rules: Literal["rlla", "exact"] = "rlla"
+    """rlla: partial credit from -3 to 4, as in ToolRL. exact: 1 if the calls equal the reference's in any order, else
+    0."""
 
 
 class ChoiceOptions(RewardOptions, kind="choice"):

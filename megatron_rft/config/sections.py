@@ -441,29 +441,6 @@ class Rollout(Section):
             raise at("servers", "names a server twice")
 
 
-class Evaluation(Section):
-    every: Natural = 0
-    """Steps between evaluations of data.validation. 0: only at the start and the end."""
-    samples: Count = 1
-    """Responses per problem."""
-    temperature: NonNegative = 0.7
-    """0 is greedy."""
-    limit: Count | None = None
-    """Evaluate only this many problems, from the first."""
-    max_response_tokens: Count | None = None
-    """None: rollout.max_response_tokens."""
-    batch: Count = 64
-    """Problems that are submitted to the engine together."""
-    benchmarks: dict[str, Source] = {}
-    """Further data sets for the command `evaluate`, by their name in its table. The adapter's reward grades them,
-    without an adapter the recipe's."""
-
-    def _check(self):
-        for name in self.benchmarks:
-            if name in ("train", "validation", "test") or not re.fullmatch(r"\w[\w.+-]*", name):
-                raise at(f"benchmarks.{name}", "cannot name a benchmark: it is a part of data, or no file name")
-
-
 class Checkpoint(Section):
     every: Natural = 50
     """Steps between checkpoints. 0: only at the end and when a signal stops the run."""

@@ -14,6 +14,7 @@ from megatron_rft.config.algorithms.base import Algorithm, Online
 from megatron_rft.config.algorithms.offline import FPA, SFT, Offline
 from megatron_rft.config.algorithms.online import GRPO
 from megatron_rft.config.constraint import DynamicOptions, into_algorithm
+from megatron_rft.config.evaluation import Evaluation
 from megatron_rft.config.messages import at
 from megatron_rft.config.one_of import OneOf
 from megatron_rft.config.recipe import Recipe
@@ -195,7 +196,7 @@ class GivenFaults(s.Faults, without=["engine_start_s", "engine_silence_s", "comp
     mismatch_kl = mismatch_share = None
 
 
-class OfflineEvaluation(s.Evaluation):
+class OfflineEvaluation(Evaluation):
     patience: s.Count | None = None
     """Training ends after this many evaluations without a new best pass@1. None: it runs to its last step."""
 

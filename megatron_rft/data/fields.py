@@ -59,9 +59,6 @@ class Streamed(PurePosixPath):
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
-    def is_file(self) -> bool:
-        raise DataError(f"{self}: a streamed file has no files beside it, and its adapter needs them")
-
 
 File = Path | Streamed
 

@@ -3,7 +3,7 @@
 No script of a repository is run, and of a data set only data files are downloaded. Without network the cache is
 used. `datasets` reads the files, and says what a README.md declares; it could load a name of the hub itself, but for
 offline use it keeps a converted copy of every split, it converts values of text, and adapters need the published files
-with their names and neighbours.
+with their names.
 
 The hub limits the rate of requests, so one rank of a node asks it, and the others then read the cache.
 """
@@ -21,7 +21,6 @@ from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import one_of_node
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-BESIDE = ("possible_answer/*",)  # read by an adapter next to the file that they belong to
 
 
 def download(path: str, choice: Choice) -> list[Path]:
@@ -37,8 +36,7 @@ def download(path: str, choice: Choice) -> list[Path]:
         names, copy = _file_names(where, ask)
         source = f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"]
         names = select(names, choice, source, _readme(where, names, local_files_only=copy is not None))
-        folders = sorted({escape(str(Path(name).parent)) for name in names})
-        wanted = [*map(escape, names), *(f"{folder}/{each}" for folder in folders for each in BESIDE)]
+        wanted = [*map(escape, names)]
         wanted += [f"{escape(name.removesuffix(SAVED))}*" for name in names if name.endswith(SAVED)]
         folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     return [folder / name for name in names]

@@ -21,7 +21,6 @@ from megatron_rft.utils.files import temporary_folder
 README = "README.md"
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
-NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's answers, which the adapter joins, and documents
 NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED, "config.json"}
 ASIDE = ((".json", ".csv", ".tsv"), (".txt",))  # beside data of other kinds these are usually none
 
@@ -81,7 +80,7 @@ def _of_split(names: list[str], choice: Choice, source: str) -> list[str]:
 def _data(names: list[str]) -> list[str]:
     """The names of files with rows. Of a folder of `save_to_disk` its state.json, which says which files count."""
     paths = [PurePosixPath(name) for name in names if suffix_of(name)]
-    paths = [path for path in paths if not any(p.startswith((".", "_")) or p in NO_ROWS for p in path.parts)]
+    paths = [path for path in paths if not any(p.startswith((".", "_")) for p in path.parts)]
     arrow = {path.parent for path in paths if path.suffix == ".arrow"}
     saved = {path.parent for path in paths if path.name == SAVED} & arrow
     data = [path for path in paths if path.parent not in saved and path.name not in NO_DATA]

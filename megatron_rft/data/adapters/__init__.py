@@ -4,7 +4,7 @@
     history    turns before it, [{role, content}], a system turn first
     solution   a reference solution (SDPO's feedback, SFT's response)
     subject, level, id      strings, where the data set has them
-    tests      of programs          function  BFCL's descriptions         choices   letter -> text
+    tests      of programs          choices   letter -> text
     unusable   why this row cannot be used for training or grading; it is then left out and counted
 
 An adapter is a function from `Fields` to such a row. `config/datasets.py` has the table of all adapters, with their

@@ -1,1 +1,1 @@
-"""The tool-call verifiers: formats that models write, and the rules of RLLA and BFCL."""
+"""The tool-call verifiers: formats that models write, and the rules of RLLA."""

@@ -1,5 +1,5 @@
-"""The tool-call verifier: `bfcl` applies the leaderboard's rules (bfcl.py), `exact` compares calls, and `rlla` gives
-partial credit, as ToolRL's reward (arXiv 2504.13958, section 3.3): format, 0 or 1, plus correctness in [-3, 3],
+"""The tool-call verifier: `exact` compares calls, and `rlla` gives partial credit, as ToolRL's reward (arXiv
+2504.13958, section 3.3): format, 0 or 1, plus correctness in [-3, 3],
 
     6 * (names + keys + values) / (1 + |G| + sum_j |keys(G_j)|) - 3
 
@@ -16,7 +16,6 @@ from collections import Counter
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
-from megatron_rft.rewards.tools.bfcl import bfcl
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, both_calls, equal, tool_calls
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
@@ -25,7 +24,7 @@ TAGS = ("think", "tool_call", "response")
 
 class ToolReward(Reward):
     def __init__(self, rules: str = "rlla"):
-        self.grade, self.maximum = {"rlla": (rlla, 4.0), "bfcl": (bfcl, 1.0), "exact": (exact, 1.0)}[rules]
+        self.grade, self.maximum = {"rlla": (rlla, 4.0), "exact": (exact, 1.0)}[rules]
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]

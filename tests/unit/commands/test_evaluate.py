@@ -10,6 +10,7 @@ from megatron_rft.__main__ import main
 from megatron_rft.commands import evaluate as standalone
 from megatron_rft.commands import main as cli
 from megatron_rft.config import load
+from megatron_rft.config.evaluation import Benchmark
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
 
@@ -147,7 +148,11 @@ def test_the_recipes_template_is_for_mathematics(recipe):
 
 def test_a_benchmark_has_the_reward_that_its_adapter_asks_for(recipe):
     loaded = load(recipe, ["reward.answer=any"])
-    assert standalone.reward_of(loaded.reward, "math500") == standalone.reward_of(loaded.reward, None) == loaded.reward
+    other = load(recipe, ["evaluation.benchmarks.own={path: x.jsonl, reward: {kind: choice}}"]).evaluation.benchmarks
+    assert standalone.reward_of(loaded.reward, other["own"]).kind == "choice"
+    for benchmark in (Benchmark(path="x.jsonl", adapter="math500"), Benchmark(path="x.jsonl")):
+        assert standalone.reward_of(loaded.reward, benchmark) == loaded.reward
+    assert standalone.reward_of(loaded.reward, Benchmark(path="x.jsonl", adapter="rlla")).kind == "tool"
 
 
 def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, model, capsys, tmp_path):

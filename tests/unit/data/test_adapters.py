@@ -244,47 +244,6 @@ class TestTools:
         row = adapt("api_bank", turns=[{"role": "User", "text": "?"}], file="x", level_dir="y")
         assert "level-*-api.json, or convert it to rows of system (with the tools), user and answer" in row["unusable"]
 
-    def bfcl(self, folder, number: str, answers: dict):
-        question = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Area?"}]]
-        row = {"id": number, "question": question, "function": [{"name": "area", "parameters": {}}]}
-        (folder / "possible_answer").mkdir(exist_ok=True)
-        (folder / "BFCL_v4_x.json").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")  # lines, in a .json
-        lines = "\n".join(json.dumps({"id": key, "ground_truth": value}) for key, value in answers.items())
-        (folder / "possible_answer" / "BFCL_v4_x.json").write_text(lines)
-        return load_rows(folder, adapter="bfcl", files="BFCL_*.json")[1]
-
-    def test_bfcl_joins_answers_by_id(self, tmp_path):
-        right = [{"area": {"side": [2], "unit": ["", "m"]}}]
-        row = self.bfcl(tmp_path, "live_parallel_multiple_3-1-0", {"other": [], "live_parallel_multiple_3-1-0": right})
-        assert (
-            json.loads(row["answer"]) == right and row["subject"] == "parallel_multiple" and row["question"] == "Area?"
-        )
-        assert row["history"][0]["content"].startswith("Be brief.\n\nYou can call") and len(row["history"]) == 1
-        assert '"name": "area"' in row["history"][0]["content"] and row["function"][0]["name"] == "area"
-
-    @pytest.mark.parametrize(
-        ("number", "category"),
-        [
-            ("irrelevance_0", "irrelevance"),
-            ("live_relevance_1-0-0", "relevance"),
-            ("simple_python_1", "simple"),
-            ("multiple_7", "multiple"),
-        ],
-    )
-    def test_bfcl_categories(self, tmp_path, number, category):
-        row = self.bfcl(tmp_path, number, {number: [{"area": {}}]})
-        assert row["subject"] == category
-        assert row["answer"] == {"irrelevance": "[]", "relevance": '"any"'}.get(category, '[{"area": {}}]')
-
-    def test_bfcl_without_its_answers_and_with_several_turns(self, tmp_path, adapt):
-        with pytest.raises(DataError, match="no answer to simple_1 in .*possible_answer belongs beside"):
-            self.bfcl(tmp_path, "simple_1", {})
-        assert "several turns" in adapt("bfcl", id="multi_turn_base_0", question=[[], []], path=[])["unusable"]
-        kept = dict(question=[[{"role": "user", "content": "?"}]], function=[])
-        for name in ("exec_simple", "simple_java", "javascript"):
-            reason = adapt("bfcl", id=f"{name}_4", **kept)["unusable"]
-            assert reason == f"of a category that is executed, or in Java or JavaScript: {name}"
-
 
 class TestText:
     def test_sciknoweval_as_published(self, adapt):

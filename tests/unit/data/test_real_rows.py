@@ -36,7 +36,6 @@ FILES = {
     "api_bank/level-2-api_processed.jsonl": ("api_bank", 40, 0),
     "api_bank/level-3-api_processed.jsonl": ("api_bank", 60, 0),
     "api_bank/lv1_lv2_dialogues.jsonl": ("api_bank", 100, 100),  # dialogues without their tools
-    "bfcl": ("bfcl", 200, 15),  # ten of several turns, five in Java and JavaScript
     "sciknoweval_sdpo": ("sciknoweval", 200, 0),
 }
 
@@ -103,20 +102,6 @@ def test_traps():
         for row in rows_of(f"api_bank/level-{level}-api_processed.jsonl"):
             (call,) = json.loads(row["answer"])
             assert set(call) == {"name", "parameters"}
-
-
-def test_bfcl_answers_belong_to_their_functions():
-    rows = [row for row in rows_of("bfcl") if "unusable" not in row]
-    assert (
-        sum(row["answer"] == "[]" for row in rows) == 30 and sum(row["subject"] == "irrelevance" for row in rows) == 30
-    )
-    any_call = [row for row in rows if row["subject"] == "relevance"]
-    assert len(any_call) == 5 and {row["answer"] for row in any_call} == {'"any"'}
-    for row in rows:
-        if row in any_call:
-            continue
-        names = {name for call in json.loads(row["answer"]) for name in call}
-        assert names <= {function["name"] for function in row["function"]}
 
 
 def test_choices_hold_the_right_one():

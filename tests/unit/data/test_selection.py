@@ -21,7 +21,6 @@ SUBJECTS = ["algebra/train-0.parquet", "algebra/test-0.parquet", "geometry/train
         (["v/test.jsonl", "v/test6.jsonl"], Choice("test", files="test6.jsonl"), ["v/test6.jsonl"]),
         (["x_l1.json", "x_l12.json"], Choice("test", subset="x_l1"), ["x_l1.json"]),
         (["a.json", "train/dataset_info.json", "state.json"], Choice("train"), ["a.json"]),
-        (["q.jsonl", "possible_answer/q.jsonl"], Choice("test", files="*.jsonl"), ["q.jsonl"]),
         (["a.csv", "b.csv"], Choice("train"), ["a.csv", "b.csv"]),
         (["a.csv", "a.jsonl", "a.json", "a.txt"], Choice("train"), ["a.jsonl"]),
         (["a.txt", "a.CSV"], Choice("train"), ["a.CSV"]),

@@ -208,7 +208,7 @@ def scored(reward):
 READERS = {
     "math": lambda text: final_answer(text, "any", SUM[0]),
     "code": lambda text: extract_code(text, ["f"]),
-    **{f"tool, {rules}": scored(ToolReward(rules)) for rules in ("rlla", "exact", "bfcl")},
+    **{f"tool, {rules}": scored(ToolReward(rules)) for rules in ("rlla", "exact")},
     "choice": scored(ChoiceReward()),
     "format": scored(FormatReward(["think", "answer"])),
 }

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,6 @@ from megatron_rft.rewards.tools.verifier import ToolReward
 
 FOLDER = Path(os.environ.get("MEGATRON_RFT_DATA", Path(__file__).parents[5] / "shared" / "data"))
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no benchmark rows in {FOLDER} (MEGATRON_RFT_DATA)")
-CATEGORIES = (
-    "simple_python", "multiple", "parallel", "parallel_multiple",
-    "live_simple", "live_multiple", "live_parallel", "live_parallel_multiple",
-)  # fmt: skip
 
 
 def rows(name: str) -> list[dict]:
@@ -45,36 +40,6 @@ def test_api_bank(level):
     answers = [json.dumps(row["answer"]) for row in rows(f"api_bank/level-{level}-api_processed.jsonl")]
     texts = [f"<tool_call>{answer}</tool_call>" for answer in answers]
     assert {score.reward for score in ToolReward("rlla")(prompts(answers), texts)} == {4.0}
-
-
-def first(accepted: Any) -> Any:
-    """Arguments with the first accepted value of each."""
-    if isinstance(accepted, dict):
-        options = {key: value if isinstance(value, list) else [value] for key, value in accepted.items()}
-        given = {key: [each for each in value if each != ""] for key, value in options.items()}
-        return {key: first(value[0]) for key, value in given.items() if value}
-    return [first(each) for each in accepted] if isinstance(accepted, list) else accepted
-
-
-@pytest.mark.parametrize("category", CATEGORIES)
-def test_bfcl(category):
-    problems = rows(f"bfcl/BFCL_v4_{category}.jsonl")
-    answers = {row["id"]: row["ground_truth"] for row in rows(f"bfcl/possible_answer/BFCL_v4_{category}.jsonl")}
-    references = [answers[row["id"]] for row in problems]
-    asked = prompts([json.dumps(each) for each in references], [{"tools": row["function"]} for row in problems])
-    texts = [
-        json.dumps([{"name": name, "arguments": first(accepted)} for call in each for name, accepted in call.items()])
-        for each in references
-    ]
-    reward = ToolReward("bfcl")
-    assert [score.reason for score in reward(asked, texts) if score.reward != 1.0] == []
-    assert sum(score.reward for score in reward(asked, texts[1:] + texts[:1])) == 0
-    assert sum(score.reward for score in reward(asked, ["I cannot do that."] * len(asked))) == 0
-
-
-def test_bfcl_irrelevance():
-    asked = prompts(["[]"] * 2, [{"tools": row["function"]} for row in rows("bfcl/BFCL_v4_irrelevance.jsonl")[:2]])
-    assert [score.reward for score in ToolReward("bfcl")(asked, ["None of them.", "[f(a=1)]"])] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("subject", ["biology", "chemistry", "material", "physics"])

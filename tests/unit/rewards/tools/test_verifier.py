@@ -132,7 +132,7 @@ def test_a_call_between_backticks_is_one_where_no_call_is_wanted(text, calls):
     assert tool_calls(text, quoted=True) == calls
     if calls and "[f(a=1)]" not in text:
         assert tool_calls(text) == []
-    for rules, reference in (("bfcl", "[]"), ("exact", "[]"), ("rlla", "None of them.")):
+    for rules, reference in (("exact", "[]"), ("rlla", "None of them.")):
         score = ToolReward(rules)([Prompt(0, (1,), "", reference, {"tools": []})], [text])[0]
         assert (score.correct, score.error) == (not calls, None)
 
@@ -203,84 +203,6 @@ def test_assignment_is_the_best():
         assert assign(table) == pytest.approx(best)
 
 
-FUNCTION = {
-    "name": "area.of",
-    "parameters": {
-        "type": "dict",
-        "properties": {
-            "base": {"type": "integer"}, "height": {"type": "float"}, "unit": {"type": "string"},
-            "points": {"type": "array"}, "style": {"type": "dict"}, "exact": {"type": "boolean"},
-            "at": {"type": "tuple"},
-        },
-        "required": ["base"],
-    },
-}  # fmt: skip
-ACCEPTED = [
-    {
-        "area.of": {
-            "base": [10],
-            "height": [5.0],
-            "unit": ["sq. cm", ""],
-            "points": [[1, 2], ""],
-            "style": [{"colour": ["red", "Blue"], "width": [1, ""]}, ""],
-            "exact": [True, "Flag_a", ""],
-            "at": [[1, 2], ""],
-        }
-    }
-]
-
-
-def bfcl(reference: list | str, text: str) -> float:
-    return ToolReward("bfcl")([Prompt(0, (1,), "", json.dumps(reference), {"function": [FUNCTION]})], [text])[0].reward
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("[area.of(base=10, height=5)]", True),  # a whole number is a float
-        ("[area_of(base=10, height=5.0)]", True),
-        ("[area.of(base=10.0, height=5)]", False),  # but no float an integer
-        ("[area.of(base='10', height=5)]", False),
-        ("[area.of(height=5)]", False),
-        ("[area.of(base=10)]", False),
-        ("[area.of(base=10, height=5, unit='SQ CM')]", True),
-        ("[area.of(base=10, height=5, unit='m')]", False),
-        ("[area.of(base=10, height=5, colour='m')]", False),
-        ("[area.of(base=10, height=5, points=[1, 2])]", True),
-        ("[area.of(base=10, height=5, points=[2, 1])]", False),
-        ("[area.of(base=10, height=5, points=(1, 2))]", False),
-        ("[area.of(base=10, height=5, at=(1, 2))]", True),
-        ("[area.of(base=10, height=5, at=[1, 2])]", True),
-        ("[area.of(base=10, height=5, style={'colour': 'blue'})]", True),
-        ("[area.of(base=10, height=5, style={'width': 1})]", False),
-        ("[area.of(base=10, height=5, exact=True)]", True),
-        ("[area.of(base=10, height=5, exact=1)]", False),
-        ("[area.of(base=10, height=5, exact='Flag_a')]", True),  # a variable, written as it is
-        ("[area.of(base=10, height=5, exact='flag a')]", False),
-        ("[area.of(base=10, height=5), area.of(base=10, height=5)]", False),
-        ('[{"name": "area.of", "arguments": {"base": 10, "height": 5}}]', True),
-        ("The area is 25.", False),
-        ("[area.of(", False),
-    ],
-)
-def test_the_leaderboards_rules(text, right):
-    assert bfcl(ACCEPTED, text) == float(right)
-
-
-def test_parallel_irrelevance_and_relevance():
-    two = [{"area.of": {"base": [1]}}, {"area.of": {"base": [2]}}]
-    assert bfcl(two, "[area.of(base=2), area.of(base=1)]") == 1.0
-    assert bfcl(two, "[area.of(base=2), area.of(base=2)]") == 0.0
-    assert bfcl([], "None of the functions fits.") == 1.0
-    assert bfcl([], "[area.of(base=1)]") == bfcl([], "Try `area.of(base=1)`.") == 0.0
-    assert bfcl([], "Neither `area.of()` nor another function fits.") == 1.0
-    assert bfcl([], '<tool_call>{"name": "area.of"') == bfcl([], '{"name": "area.of", "arguments": {"base": 1') == 0.0
-    assert bfcl([], "[area.of(") == 0.0
-    assert bfcl([], '{"error": "no function fits"}') == 1.0  # JSON, and no call
-    assert bfcl("any", "[volume.of(side=1)]") == 1.0
-    assert bfcl("any", "None of the functions fits.") == bfcl("any", "[area.of(") == bfcl("any", "[]") == 0.0
-
-
 def test_exactly_the_calls_of_the_reference():
     reference = json.dumps([A, B])
 
@@ -315,14 +237,8 @@ def test_true_is_not_one_at_any_depth(rules, reference, given, same):
 
 
 def test_a_broken_reference_is_an_error():
-    for rules, answer in (("rlla", "<tool_call>{</tool_call>"), ("bfcl", "no JSON")):
-        assert ToolReward(rules)([Prompt(3, (1,), "", answer)], ["x"])[0].error.startswith("the reference of problem 3")
-
-
-@pytest.mark.parametrize("tools", ["{", [{"nme": "f"}], ["f"], [{"name": "f", "parameters": {"properties": []}}]])
-def test_broken_tools_are_an_error(tools):
-    (score,) = ToolReward("bfcl")([Prompt(3, (1,), "", '[{"f": {}}]', {"tools": tools})], ["f()"])
-    assert score.error.startswith("the reference of problem 3: its tools are no list of described functions")
+    prompt = Prompt(3, (1,), "", "<tool_call>{</tool_call>")
+    assert ToolReward("rlla")([prompt], ["x"])[0].error.startswith("the reference of problem 3")
 
 
 def test_the_description_says_whether_an_argument_is_a_text():
@@ -332,9 +248,6 @@ def test_the_description_says_whether_an_argument_is_a_text():
     ):
         assert tool_calls(text) == [Call("f", {"a": 2022})]
         assert tool_calls(text, {"f": {"a": {"type": "string"}}}) == [Call("f", {"a": "2022"})]
-        tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}]
-        row = Prompt(0, (1,), "", '[{"f": {"a": ["2022"]}}]', {"tools": tools})
-        assert ToolReward("bfcl")([row], [text])[0].reward == 1.0
         row = Prompt(0, (1,), "", '[{"name": "f", "arguments": {"a": "2022"}}]')
         assert ToolReward("exact")([row], [text])[0].reward == 1.0
 

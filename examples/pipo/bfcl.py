@@ -1,24 +1,83 @@
-"""Tool calls by the Berkeley leaderboard's rules (BFCL): simple, multiple, parallel, (ir)relevance; 1 or 0.
+"""The Berkeley function-calling leaderboard (BFCL) as a benchmark: its problems of one turn, and its rules.
 
-The reference lists, for each call, the accepted values of each argument ("" among them: it may be left out); the field
-`tools` (or `function`) of the row has the argument types. Calls match in any order; an empty reference requires no
-call, the reference "any" at least one call of any kind. Calls are not executed, and Java and JavaScript are not
-supported.
+    evaluation:
+      benchmarks:
+        bfcl:
+          path: examples/pipo/bfcl.py:rows
+          reward: {kind: own, function: "examples/pipo/bfcl.py:bfcl", maximum: 1.0}
+
+Problems of several turns, of categories that are executed, and in Java or JavaScript are left out. The answer of a row
+is JSON: [{name: {argument: [accepted values]}}], where "" among the values means that the argument may be left out;
+[] where no function fits the request (irrelevance), "any" where any call is right (relevance). Calls match in any order
+and are not executed. `function` has the descriptions of the functions.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
+from megatron_rft.rewards.tools.calls import Call, Malformed, equal, tool_calls
+from megatron_rft.utils.errors import DataError
 
+REPOSITORY = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
+KINDS = "simple|multiple|parallel_multiple|parallel|irrelevance|relevance"
+CATEGORY = re.compile(rf"(?:live_)?({KINDS})(?:_python)?_\d")
+WITHOUT_REFERENCE = {"irrelevance": [], "relevance": "any"}
 TYPES = {
     "string": str, "integer": int, "float": float, "number": float, "boolean": bool, "array": list, "list": list,
     "tuple": list, "dict": dict, "object": dict,
 }  # fmt: skip
 ANY = "any"  # the reference of relevance rows: any call is right
 LOOSE = re.compile(r"[ ,./\-_*^]")  # what the leaderboard ignores in texts
+SYSTEM = """You can call these functions:
+
+{functions}
+
+Call those that the request needs, with all their required parameters, one JSON object a line:
+
+<tool_call>
+{{"name": "function name", "parameters": {{"parameter": "value"}}}}
+</tool_call>
+
+If none of them can serve the request, or a required parameter is missing, call none and say so."""
+
+
+def rows(_split: str, limit: int | None) -> list[dict[str, Any]]:
+    """The problems, from the Hugging Face hub."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["BFCL_*.json", "possible_answer/*"]
+    return list(rows_of(Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns=wanted))))[:limit]
+
+
+def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The problems of a copy of the repository, whose answers are in possible_answer/."""
+    for file in sorted(folder.glob("BFCL_*.json*")):
+        answers = folder / "possible_answer" / file.name
+        known = {row["id"]: row["ground_truth"] for row in _lines(answers)} if answers.is_file() else {}
+        for row in _lines(file):
+            category = CATEGORY.match(row["id"])
+            if category is None or "function" not in row or len(row["question"]) != 1:
+                continue
+            if category[1] not in WITHOUT_REFERENCE and row["id"] not in known:
+                raise DataError(f"no answer to {row['id']} in {answers}: possible_answer belongs beside the questions")
+            yield _row(row, category[1], WITHOUT_REFERENCE.get(category[1], known.get(row["id"])))
+
+
+def _row(row: dict[str, Any], category: str, accepted: Any) -> dict[str, Any]:
+    own = [turn["content"] for turn in row["question"][0] if turn["role"] == "system"]
+    listed = SYSTEM.format(functions="\n".join(map(json.dumps, row["function"])))
+    turns = [turn for turn in row["question"][0] if turn["role"] != "system"]
+    asked = [{"role": "system", "content": "\n\n".join([*own, listed])}, *turns]
+    described = {"function": row["function"], "subject": category, "id": row["id"]}
+    return {"question": asked, "answer": json.dumps(accepted), **described}
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in file.read_text().splitlines() if line.strip())
 
 
 def bfcl(prompt: Prompt, text: str) -> Score:
@@ -56,7 +115,7 @@ def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
         pairs = [pair for call in calls for pair in call.items()]
         assert all(isinstance(values, list) for _, arguments in pairs for values in arguments.values())
     except (ValueError, AttributeError, TypeError, AssertionError):
-        raise BrokenReference(f"not a list of accepted calls: {prompt.answer[:80]}") from None
+        raise ValueError(f"not a list of accepted calls: {prompt.answer[:80]}") from None
     return pairs
 
 
@@ -68,7 +127,7 @@ def _described(prompt: Prompt) -> dict[str, dict]:
         found = {each["name"]: each.get("parameters") or {} for each in functions}
         assert all(isinstance(each.get("properties", {}), dict) for each in found.values())
     except (ValueError, KeyError, AttributeError, TypeError, AssertionError):
-        raise BrokenReference(f"its tools are no list of described functions: {str(functions)[:80]}") from None
+        raise ValueError(f"its tools are no list of described functions: {str(functions)[:80]}") from None
     return found
 
 
