@@ -494,8 +494,6 @@ class Faults(Section):
     """Alarm if the KL between engine and trainer, from log-probs of the same tokens, is above this. None: never."""
     mismatch_share: NonNegative | None = 0.25
     """The same for the share of tokens whose log-probs differ by more than 0.1."""
-    mismatch_max: NonNegative | None = None
-    """The same for the largest difference in a step, if the trainer computes log-probs before the step."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """warn: an alarm writes a line to the log. stop: it ends the run."""
     compare_weights_every: Natural = 0

@@ -27,7 +27,7 @@ ON_POLICY = (
     "where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
     "algorithm.mini_batch_prompts or algorithm.epochs"
 )
-MISMATCH = ["mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"]
+MISMATCH = ["mismatch_kl", "mismatch_share", "on_mismatch"]
 ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
 
 

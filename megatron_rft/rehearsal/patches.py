@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import router
 from torch import Tensor
 
+from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import parallel, seams
 from megatron_rft.megatron.seams import Seams
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
-from megatron_rft.rehearsal.loading import ModelFolder, header
 
 
 def install(ledger: Ledger, mode: FakeDevice, training_only: bool) -> None:
@@ -101,10 +101,14 @@ class ShapeSeams(Seams):
             return compute()
 
     def open_folder(self, path: str | Path, hf_config: Any) -> Callable[[str], Tensor]:
-        return ModelFolder(path, hf_config, self.mode)
+        return self._without_values(hf_shapes(hf_config), getattr(hf_config, "dtype", None) or torch.bfloat16)
 
     def new_tensors(self, lookup: Callable[[str], Tensor], shapes: dict[str, tuple]) -> Callable[[str], Tensor]:
-        return header(shapes, self.mode).get_tensor
+        return self._without_values(shapes, torch.float32)
+
+    def _without_values(self, shapes: dict[str, tuple], dtype: torch.dtype) -> Callable[[str], Tensor]:
+        """A lookup of host tensors that have no values."""
+        return lambda name: self.mode.on_host(lambda: torch.empty(shapes[name], dtype=dtype))
 
     def save(self, storage: Any, copy: Tensor | None) -> Tensor:
         if copy is None:

@@ -10,7 +10,6 @@ from megatron_rft.rehearsal.ledger import BETWEEN, NOT_TIMED, RECURRING
 
 SMALL = GIB // 100  # smaller categories are added up as "rest"
 SMALL_MESSAGE = 1 << 20  # bytes; collectives with a smaller total are not shown
-SHOWN = 8  # lines of waits
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def gib(size: float) -> str:
 
 def lines(stages: list[Stage], beside: int) -> list[str]:
     """`beside`: bytes of engines on the same device, by the plan's arithmetic."""
-    return [*memory_lines(stages, beside), *time_lines(stages), *link_lines(stages), *wait_lines(stages)]
+    return [*memory_lines(stages, beside), *time_lines(stages), *link_lines(stages)]
 
 
 def categories(parts: dict[str, int]) -> str:
@@ -136,24 +135,3 @@ def link_lines(stages: list[Stage]) -> list[str]:
                 f"  {stage.name}, {phase}, {group} ({ranks} ranks {where}): {calls:,} x {name}, {gib(size)} GiB"
             )
     return told if len(told) > 1 else []
-
-
-def waits(stage: Stage, phase: str) -> tuple[float, int]:
-    """Return how often the host waits for the device: (in each micro-batch, in an optimizer step)."""
-    rows = list(stage.rows(phase, "waits"))
-    step = sum(row[-1] for row in rows if row[1] == "optimizer")
-    return (sum(row[-1] for row in rows) - step) / max(1, stage.found["micro_batches"].get(phase, 1)), step
-
-
-def wait_lines(stages: list[Stage]) -> list[str]:
-    """Return the most frequent waits of the host for the device in the training phase, by source line."""
-    told, phase = [], "training"
-    for stage in stages:
-        per_micro_batch, step = waits(stage, phase)
-        rows = sorted(stage.rows(phase, "waits"), key=lambda row: -row[-1])
-        told.append(
-            f"waits of the host in {phase}, {stage.name}: {per_micro_batch:.1f} for each micro-batch and {step} in the "
-            f"optimizer step; in {stage.found['micro_batches'].get(phase, 1)} micro-batches and a step:"
-        )
-        told += [f"  {place}: {number}, {what}" for _, _, what, place, number in rows[:SHOWN]]
-    return told

@@ -21,7 +21,7 @@ from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.progress import SLOWER
 from megatron_rft.tracking.throughput import Phases, Throughput
-from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.errors import RunFailed
 
 STEPS = 10  # that a condition must hold in a row
 FIRST = 20  # steps whose mean is compared with
@@ -123,19 +123,9 @@ def load_metrics(loads: Loads) -> Metrics:
     return {"experts/load_max": max(relative), "experts/load_min": min(relative)} if relative else {}
 
 
-def check_mismatch_bounds(options: Faults, needs: frozenset[str]) -> None:
-    """Refuse faults.mismatch_max without `old_logprobs` among the objective's `needs`."""
-    if options.mismatch_max is not None and "old_logprobs" not in needs:
-        raise ConfigError(
-            "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: the training pass only "
-            "sums over tokens, and no pass comes before it. Use mismatch_kl and mismatch_share instead, or set "
-            "algorithm.mini_batch_prompts or algorithm.epochs"
-        )
-
-
 def check_mismatch(metrics: dict[str, float], options: Faults, step: int) -> str | None:
     """The warning if the step's mismatch exceeds a bound. Raises RunFailed instead if on_mismatch is "stop"."""
-    bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "max", "share")}
+    bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "share")}
     beyond = [
         f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
         for name, bound in bounds.items()

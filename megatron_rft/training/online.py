@@ -32,7 +32,6 @@ from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.models import EarlyVerification, Models
-from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import TrainingRun
@@ -53,7 +52,6 @@ def train(recipe: Recipe) -> int:
     feedback = build_feedback(algorithm, tokenizer, encode, prompts) if algorithm.uses_feedback else None
     stream = Stream(prompts.prompts, recipe.run.seed, recipe.data.shuffle)
     objective = build_objective(recipe)
-    check_mismatch_bounds(recipe.faults, objective.needs)
     rows = ((prompt.index, prompt.fields) for prompt in prompts.prompts)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
     models = build_models(recipe, hf_config, objective, of_row)

@@ -16,7 +16,7 @@ from megatron_rft.commands import rehearse as command
 from megatron_rft.commands.parser import parse
 from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
-from megatron_rft.conversion import hf_shapes, load_config
+from megatron_rft.conversion import load_config
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import saved, update_memory
 from megatron_rft.plan.model_shape import read_shape
@@ -144,7 +144,9 @@ def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
 def check_waits(stage):
     """The host waits for the device at most ten times per micro-batch, for any number of layers."""
     stage = report.Stage(stage["number"], 1, 1, stage["rank"], stage["found"])
-    found = {phase: report.waits(stage, phase)[0] for phase in stage.found["micro_batches"]}
+    waits = {phase: [row for row in stage.rows(phase, "waits") if row[1] != "optimizer"] for phase in stage.phases}
+    counts = stage.found["micro_batches"]
+    found = {phase: sum(row[-1] for row in waits[phase]) / max(1, count) for phase, count in counts.items()}
     assert found and max(found.values()) <= 10, (found, stage.found["waits"])
 
 
@@ -199,22 +201,6 @@ def test_bad_input_is_one_sentence(rehearse):
     ):
         status, _, error, _ = rehearse(recipe, "tiny", 6, *arguments)
         assert status == 2 and says in error and "Traceback" not in error, error
-
-
-@pytest.mark.parametrize(
-    "more, without, says",
-    [
-        (["model.layers.0.self_attn.sinks"], [], "1 unexpected: model.layers.0.self_attn.sinks"),
-        ([], ["model.norm.weight"], "1 missing: model.norm.weight"),
-    ],
-)
-def test_an_index_of_another_model_is_refused(rehearse, tmp_path, more, without, says):
-    names = {*hf_shapes(load_hf(tmp_path, "tiny")), *more} - {*without}
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-    (tmp_path / "tiny" / "model.safetensors.index.json").write_text(json.dumps(index))
-    status, _, error, _ = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, "model.initialise=pretrained")
-    assert status == 2 and "Traceback" not in error
-    assert f"{tmp_path / 'tiny'}: the tensors are not those of this qwen3 model. {says}" in error
 
 
 def test_training_only_has_the_peaks_of_a_whole_rehearsal(rehearse):

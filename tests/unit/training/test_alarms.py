@@ -10,12 +10,10 @@ from megatron_rft.training.monitor import (
     STEPS,
     Alarm,
     check_mismatch,
-    check_mismatch_bounds,
     load_metrics,
 )
-from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.errors import RunFailed
 from tests.integration.tiny import ROOT
-from tests.made import made
 
 HEALTHY = {
     "policy/entropy": 1.0,
@@ -90,18 +88,6 @@ def test_an_alarm_is_told_or_ends_the_run(name, value, bound):
         check_mismatch(metrics, Faults(on_mismatch="stop"), 3)
     assert check_mismatch(metrics, Faults(), 3).startswith("step 3: engine and trainer disagree")
     assert check_mismatch(metrics, Faults(**{f"mismatch_{name}": None}), 3) is None
-
-
-def test_the_largest_difference_has_no_bound_by_itself():
-    assert "mismatch/max 3 is above faults.mismatch_max, 1" in check_mismatch(ALIKE, Faults(mismatch_max=1.0), 3)
-
-
-def test_a_bound_on_what_is_not_computed_is_refused():
-    one, several = made("grpo"), made("grpo", epochs=2)
-    check_mismatch_bounds(Faults(mismatch_max=1.0), several.needs)
-    check_mismatch_bounds(Faults(), one.needs)
-    with pytest.raises(ConfigError, match="faults.mismatch_max: does nothing where a sampled batch gets one on-policy"):
-        check_mismatch_bounds(Faults(mismatch_max=1.0), one.needs)
 
 
 def test_the_extremes_of_the_experts_loads():
