@@ -62,7 +62,8 @@ def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str)
     prompts, dropped = _prompts(rows, tokenizer, form, source)
     answered = [prompt for prompt in prompts if prompt.answer or not form.answered]
     if not answered:
-        raise DataError(f"{source}: the field {form.answer_field!r} is empty in every row; rewards need its answers")
+        field = f"the field {form.answer_field!r} (data.answer_field)"
+        raise DataError(f"{source}: {field} is empty in every row, and rewards need answers: name another field")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
     return PromptSet(answered, dropped)

@@ -99,12 +99,18 @@ def check(
             [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))]
             * on_gpu
         ),
+        f"algorithm: {_given(recipe.algorithm)}",
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
         *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
+
+
+def _given(section: Algorithm) -> str:
+    """The options that a recipe gives a section: what a base says shows here too."""
+    return ", ".join(f"{option} {value}" for option, value in section.model_dump(exclude_unset=True).items())
 
 
 def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout, model: str) -> str:

@@ -85,7 +85,10 @@ def test_which_options_a_familys_code_reads(family):
     folder = Path(transformers.models.__path__[0], family.removesuffix("_text"))
     source = "".join(path.read_text() for path in (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")))
     read = {option for option in READ_BY if re.search(rf"\b{option}\b", source)}
-    assert read == {option for option, families in READ_BY.items() if family in families}
+    listed = {option for option, families in READ_BY.items() if family in families}
+    assert read == listed, (
+        f"READ_BY in families/checks.py: add {family} to {read - listed}, remove from {listed - read}"
+    )
 
 
 @pytest.mark.parametrize(
