@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from megatron_rft.plan.vllm import unusable
 from tests.fork_server import ENVIRONMENT
-from tests.integration.tiny import ROOT, metrics, train
+from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
+from tests.integration.tiny import start as start_run
 
 EXAMPLE = ROOT / "examples/vision"
 
@@ -51,6 +52,26 @@ def test_a_resumed_run_is_that_of_one_start_and_two_ranks_learn_the_same(made, t
         assert max(line["mismatch/kl"] for line in metrics(tmp_path / out)[1:]) < 1e-9
     start = metrics(tmp_path / "whole")
     assert any(name.startswith("visual.") for name in whole) and len(start) >= 4
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_a_step_continues_bit_for_bit(made, tmp_path):
+    def given(out):
+        return options(made, tmp_path / out, "checkpoint.every=1", "run.steps=6")
+
+    process, log = start_run(EXAMPLE / "grpo.yaml", *given("killed")), tmp_path / "killed/metrics.jsonl"
+    assert wait_until(lambda: log.exists() and len(metrics(log.parent)) > 3, process)
+    kill(process)
+    process.communicate()
+    assert process.returncode != 0
+    for out in ("killed", "whole"):
+        status, output = train(EXAMPLE / "grpo.yaml", *given(out))
+        assert status == 0, output[-3000:]
+    killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    assert [line["step"] for line in metrics(tmp_path / "killed")] == [
+        line["step"] for line in metrics(tmp_path / "whole")
+    ]
 
 
 def test_a_frozen_tower_stays_as_it_was(made, tmp_path):

@@ -37,8 +37,6 @@ def replace_processor(config: Any) -> None:
     with cpu_patches.torchvision_stand_in():
         model = ModelRegistry.models[name].load_model_cls()
     ModelRegistry.register_model(name, model)  # else vLLM imports it again, in a process of its own
-    if "_processor_factory" in vars(model):
-        del model._processor_factory  # else vLLM warns
     MULTIMODAL_REGISTRY.register_processor(
         lambda info, dummy_inputs: SimpleNamespace(info=info, get_dummy_mm_inputs=lambda *_, **named: None),
         info=Limits,
@@ -72,14 +70,11 @@ def features(*of_prompt: Any) -> dict[str, Any]:
 
 def mask(model: nn.Module, never: tuple[int, ...]) -> None:
     """Give the tokens `never` no probability: vLLM's options for that do not work with speculative decoding."""
-    compute = partial(type(model).compute_logits, model)
+    compute, never = partial(type(model).compute_logits, model), list(never)
 
     def compute_logits(*given: Any, **named: Any) -> Tensor | None:
-        logits = compute(*given, **named)
-        return (
-            logits
-            if logits is None
-            else logits.index_fill(-1, torch.tensor(list(never), device=logits.device), -torch.inf)
-        )
+        if (logits := compute(*given, **named)) is not None:
+            logits[..., never] = -torch.inf
+        return logits
 
     model.compute_logits = compute_logits
