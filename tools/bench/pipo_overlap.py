@@ -22,8 +22,6 @@ import zlib
 from pathlib import Path
 from statistics import median
 
-from setups import arithmetic
-
 from megatron_rft.records import Prompt
 
 SMALLEST = """--out {out} --model {model} --rounds 1 --steps 10
@@ -99,6 +97,8 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or args.out / "model"
     if args.model is None:
+        from setups import arithmetic  # not at the top: a run's reward process imports this file, too
+
         arithmetic.write_model_folder(model)
     options = [*SETTING, f"model.path={model}", f"run.steps={args.steps}", *args.overrides]
     rounds = [compare(args.out / str(number), options) for number in range(args.rounds)]
