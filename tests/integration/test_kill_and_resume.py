@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,7 @@ def test_a_signal_to_all_processes_saves_and_says_so(undisturbed, tmp_path, numb
     assert (output.count("stopping after this step; Ctrl-C again to kill") == 1) == (number == signal.SIGINT)
     status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", every)
     assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert re.search(r"pass@1 \S+ ± \S+ -> ", output), "the first test result, from before the stop"
     assert_same_run(out, expected)
 
 

@@ -99,7 +99,7 @@ def test_missing_fields_list_what_there_is(tokenizer):
 def test_rows_without_an_answer_are_counted_or_refused(tokenizer):
     rows = [{"question": "1", "answer": ""}, {"question": "2", "answer": "3"}]
     assert prompt_set(rows, tokenizer, PromptFormat(), "rows").dropped == {"empty answer": 1}
-    with pytest.raises(DataError, match="'answer' is empty in every row"):
+    with pytest.raises(DataError, match="'answer' .data.answer_field. is empty in every row"):
         prompt_set(rows[:1], tokenizer, PromptFormat(), "rows")
 
 
