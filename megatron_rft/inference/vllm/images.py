@@ -23,7 +23,7 @@ from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.megatron.images import runs
 
 
-class Limits(BaseProcessingInfo):
+class ImageLimits(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
@@ -39,7 +39,7 @@ def replace_processor(config: Any) -> None:
     ModelRegistry.register_model(name, model)  # else vLLM imports it again, in a process of its own
     MULTIMODAL_REGISTRY.register_processor(
         lambda info, dummy_inputs: SimpleNamespace(info=info, get_dummy_mm_inputs=lambda *_, **named: None),
-        info=Limits,
+        info=ImageLimits,
         dummy_inputs=lambda info: None,
     )(model)
 
