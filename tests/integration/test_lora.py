@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rft.commands.main import main
 from megatron_rft.config import load
 from megatron_rft.conversion.torch_dist import read_metadata
+from megatron_rft.megatron import optimizer_shards
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.training.build import load_model_files
 from megatron_rft.utils.errors import DataError
@@ -42,12 +43,14 @@ def undisturbed(tmp_path_factory):
 
 def elements(checkpoint) -> dict[str, int]:
     """The stored numbers of the model and of the optimizer; they are all of adapters or of a value head."""
-    found = {"": 0, "optimizer": 0}
-    for key, tensor in read_metadata(checkpoint).state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata) and tensor.size.numel() > 1:
-            assert ".adapter." in key or "output_layer" in key, key
-            found["optimizer" if "optimizer" in key else ""] += tensor.size.numel()
-    return found
+    stored = read_metadata(checkpoint).state_dict_metadata.items()
+    sizes = {key: found.size.numel() for key, found in stored if isinstance(found, TensorStorageMetadata)}
+    model = {key: size for key, size in sizes.items() if size > 1}
+    ranges = [each for _, _, each in optimizer_shards.index(checkpoint)]
+    for key in (*model, *(each["key"] for each in ranges)):
+        assert ".adapter." in key or "output_layer" in key, key
+    numbers = sum(each["stop"] - each["start"] for each in ranges) * len(optimizer_shards.NAMES)
+    return {"": sum(model.values()), "optimizer": numbers}
 
 
 def adapters(run):

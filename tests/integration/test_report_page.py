@@ -84,7 +84,7 @@ def test_a_hover_says_the_values_and_shows_in_all_charts(browser):
 
 
 def test_axis_smoothing_and_a_hidden_group(browser):
-    path = "document.querySelector('#chart_pipos_improvement .mean').getAttribute('d')"
+    path = "document.querySelector('#chart_pipo_s_improvement .mean').getAttribute('d')"
     before = browser.ask(path)
     browser.click("#smooth")
     assert browser.ask(path) != before

@@ -74,8 +74,7 @@ def sample(config, store: RouteStore) -> Batch:
         for i, response in enumerate(group.responses)
         if group.id % dist.get_world_size() == dist.get_rank()
     ]
-    rollouts, differing = store.take(rollouts, 1)
-    assert not differing
+    rollouts = store.take(rollouts, 1)
     gathered = parallel.gather(list(map(packed, rollouts)))
     rollouts = [replace(each, prompt=prompts[each.prompt_index]) for each in gathered]
     batch = to_batch(sorted(rollouts, key=lambda r: (r.prompt_index, r.sample)))
