@@ -141,7 +141,7 @@ def test_each_token_of_a_segment_gets_its_experts(packed):
     plain = Response((6, 7, 2), (-1.0,) * 3, "stop", 0, turns=((0, 3, 0.0),), routes=routed(3, 4))
     kept, prompt = RouteStore([1, 3], experts=8, chosen=2), Prompt(7, (3, 4), "", "")
     rollouts = [ScoredResponse(0, i, prompt, each.joined(), "", Score(1.0)) for i, each in enumerate((response, plain))]
-    batch = to_batch(kept.take(rollouts, 1)[0])
+    batch = to_batch(kept.take(rollouts, 1))
     given = [torch.from_numpy(kept.held[key].astype(np.int16)) for key in batch.sequences["route"].tolist()]
     assert [len(each) for each in given] == [9, 4]
     micro = pack(batch, PackLayout(packed=packed), torch.device("cpu"), given)
