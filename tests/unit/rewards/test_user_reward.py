@@ -121,6 +121,15 @@ def test_a_function_of_lists_gets_the_responses_to_one_problem(rewards):
     assert all("mine.py:broken_list: problem 0, response '': ZeroDivisionError" in each for each in errors(scores))
 
 
+def test_a_dead_process_costs_an_async_function_of_lists_one_problem(rewards):
+    """All problems wait at once, and any of them may have ended it: halves find it."""
+    prompts = [replace(PROMPT, index=i) for i in range(5) for _ in range(2)]
+    scores = rewards("dies_with_lists")(prompts, list("aabbcdeeff"))
+    assert [score.reward for score in scores] == [1.0] * 4 + [0.0] * 2 + [1.0] * 4
+    reason = "mine.py:dies_with_lists: problem 2, response '{}': its process ended with status 7"
+    assert errors(scores) == [None] * 4 + [reason.format("c"), reason.format("d")] + [None] * 4
+
+
 ODD = {
     "odd": "returned None: return a number or a Score",
     "text": "returned '1.0': return a number or a Score",

@@ -100,6 +100,13 @@ def many(prompts, texts):
     return [Score(p.answer in text, reason=f"{len(texts)}") for p, text in zip(prompts, texts, strict=True)]
 
 
+async def dies_with_lists(prompts, texts):
+    await asyncio.sleep(0.05)
+    if "d" in texts:
+        os._exit(7)
+    return [1.0] * len(texts)
+
+
 async def many_later(prompts, texts):
     await asyncio.sleep(0)
     return np.array([p.answer in text for p, text in zip(prompts, texts, strict=True)])
