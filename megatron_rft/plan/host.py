@@ -26,10 +26,11 @@ def _always(m: MemoryPlan) -> int:
 
 def lines(m: MemoryPlan, ranks: int, engines: int) -> list[str]:
     """`ranks`: on this machine. `engines`: processes outside of the ranks."""
-    per_rank, here = max(resident(m), at_checkpoint(m)), machine_bytes()
+    most, here = max(resident(m), at_checkpoint(m)), machine_bytes()
     each = m.engines.weights + round(LIBRARIES[m.engines.by_vllm] * GIB)
-    total = ranks * per_rank + engines * each
-    report = [f"memory without a GPU: about {gib(per_rank)} a rank, {gib(total)} on this machine"]
+    total = ranks * most + engines * each
+    saving = f", {gib(most)} during a checkpoint" if most > resident(m) else ""
+    report = [f"memory without a GPU: about {gib(resident(m))} a rank{saving}; {gib(total)} on this machine"]
     if total > here:
         report.append(
             f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "
