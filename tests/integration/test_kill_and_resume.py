@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory):
         folder,
         pipo={"window": 2, "learning_rate": 1e-2},
         algorithm={"old_logprobs": "recompute"},
-        optimizer={"lr": 2e-2, "lr_decay_style": "linear", "lr_warmup_steps": 2},
+        optimizer={"lr": 2e-2, "lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12},
     )
     status, output = train(recipe)
     assert status == 0, output[-3000:]
