@@ -123,9 +123,11 @@ def torchvision_stand_in() -> Iterator[None]:
     parts = ["torchvision", "transforms", "v2", "functional"]
     names = [] if find_spec(parts[0]) else [".".join(parts[:length]) for length in range(1, 5)]
     sys.modules.update({name: ModuleType(name) for name in names})
-    yield
-    for name in names:
-        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 @cache

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -157,12 +158,14 @@ class ServerEngine(Member):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
         ended, epoch = queue.Queue(), self._epoch
-        single = [(request, sample) for request in requests for sample in range(request.n)]
-        with ThreadPoolExecutor(min(self.sequences, max(len(single), 1)), thread_name_prefix="server") as pool:
-            for request, sample in single:
-                pool.submit(self._ask, request, sample, sampling, ended, epoch)
+        count = sum(request.n for request in requests)
+        with ThreadPoolExecutor(min(self.sequences, max(count, 1)), thread_name_prefix="server") as pool:
+            for request in requests:
+                images = once(partial(self._images, request))  # its responses share what is made of its images
+                for sample in range(request.n):
+                    pool.submit(self._ask, request, sample, sampling, images, ended, epoch)
             try:
-                for _ in single:
+                for _ in range(count):
                     request, sample, answer = self._next(ended)
                     answers[request.id][sample] = answer
                     if None not in answers[request.id]:
@@ -184,12 +187,23 @@ class ServerEngine(Member):
                 raise answer
             return request, sample, answer
 
-    def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue, epoch: int) -> None:
+    def _images(self, request: Request) -> dict[str, Any]:
+        if request.problem is None or request.problem.images_key < 0:
+            return {}
+        return {"features": self.features(request.prompt_ids, request.problem.images, self.config, self.dtype)}
+
+    def _ask(
+        self,
+        request: Request,
+        sample: int,
+        sampling: Sampling,
+        images: Callable[[], dict[str, Any]],
+        ended: queue.Queue,
+        epoch: int,
+    ) -> None:
         parameters = sampling_parameters(request, sample, sampling)
-        body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
-            if request.problem and request.problem.images_key >= 0:
-                body["features"] = self.features(request.prompt_ids, request.problem.images, self.config, self.dtype)
+            body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters} | images()
             (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
             answer: Any = as_response(choice, sampling.truncates)
         except Exception as error:
@@ -342,6 +356,17 @@ def wait_until_ready(ask: Callable[[], None], limit_s: float, process: subproces
             if time.monotonic() > deadline or (process is not None and process.poll() is not None):
                 raise
         time.sleep(0.5)
+
+
+def once(compute: Callable[[], Any]) -> Callable[[], Any]:
+    """`compute` for several threads: the first one runs it, and the others wait for its result."""
+    lock, computed = threading.Lock(), cache(compute)
+
+    def result() -> Any:
+        with lock:
+            return computed()
+
+    return result
 
 
 def local_address(url: str) -> str:

@@ -216,7 +216,7 @@ def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
     with answering(FACTS, hangs=("/inference/v1/generate",)) as (url, asked):
         engine = ServerEngine(url, CONFIG, torch.float32)
         ended, epoch = queue.Queue(), engine._epoch
-        arguments = Request(0, (3, 4), 1, seed=1), 0, Sampling(4), ended
+        arguments = Request(0, (3, 4), 1, seed=1), 0, Sampling(4), dict, ended
         waiting = threading.Thread(target=engine._ask, args=(*arguments, epoch))
         waiting.start()
         assert wait_until(lambda: "/inference/v1/generate" in asked)
