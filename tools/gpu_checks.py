@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+BEGIN = time.perf_counter()
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "bench")]
 
 import torch  # noqa: E402
@@ -46,9 +47,9 @@ from megatron_rft.records import Batch  # noqa: E402
 GPU = torch.cuda.is_available()
 LARGE = GPU and "PRETEND_LIBRARY" not in os.environ  # elsewhere, also on tools/cuda_without_gpu, everything is small
 DEVICE = torch.device("cuda" if GPU else "cpu")
-CHIP = next((c for c in reversed(DEVICES.values()) if GPU and c.name in torch.cuda.get_device_name()), None)
 MISSING = 77  # exit status
 Row = tuple[str, str, str]  # what, found, beside what
+broken: list[str] = []  # what did not hold in this check, which goes on to its end
 
 
 class NotRun(Exception):
@@ -63,9 +64,9 @@ def need(module: str, capability: tuple[int, int] = (0, 0)) -> None:
 
 
 def bound(value: float, limit: float, what: str) -> Row:
-    """Return a row that fails if the value is above its limit, or is not a number."""
+    """Return a row; with it the check fails at its end if the value is above its limit, or is not a number."""
     if not value <= limit:
-        raise AssertionError(f"{what}: {value:.3g}, allowed {limit:.3g}")
+        broken.append(f"{what}: {value:.3g}, allowed {limit:.3g}")
     return what, f"{value:.2e}", f"<= {limit:.0e}"
 
 
@@ -85,13 +86,12 @@ def seconds(function: Callable[[], object], repeats: int = 3) -> float:
     return min(times[1:])
 
 
-def peak_of(function: Callable[[], object]) -> float:
-    """Return the allocator's peak in bytes, NaN without a GPU."""
+def measured(function: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Return `seconds`, and the allocator's peak in bytes meanwhile, NaN without a GPU."""
     if not GPU:
-        return float("nan")
+        return seconds(function, repeats), float("nan")
     torch.cuda.reset_peak_memory_stats()
-    function()
-    return torch.cuda.max_memory_allocated()
+    return seconds(function, repeats), torch.cuda.max_memory_allocated()
 
 
 # ---- what the device can do
@@ -161,10 +161,12 @@ def logprob_speed() -> Iterator[Row]:
         with torch.no_grad():
             options = {"vocab_size": len(weight), "block_bytes": block << 20}
             alone = seconds(lambda options=options: logprobs_and_entropy(hidden, weight, targets, **options))
-        whole, before = seconds(both), torch.cuda.memory_allocated() - hidden.nbytes - weight.nbytes if GPU else 0
+        hidden.grad = weight.grad = None
+        before = torch.cuda.memory_allocated() if GPU else 0
+        whole, peak = measured(both, 3)
         yield f"block {block} MiB: forward", f"{alone * 1e3:.1f} ms", f"one product takes {floor * 1e3:.1f} ms"
         yield f"block {block} MiB: forward + backward", f"{whole * 1e3:.1f} ms", f"four: {4 * floor * 1e3:.1f} ms"
-        yield f"block {block} MiB: peak memory", mib(peak_of(both) - before), f"logits alone {mib(logits)}"
+        yield f"block {block} MiB: peak memory", mib(peak - before), f"logits alone {mib(logits)}"
 
 
 def mib(size: float) -> str:
@@ -203,7 +205,9 @@ def make_actor(config: PretrainedConfig, precision: str, tokens: int, lookup: Ca
     for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
         os.environ.pop(f"NVTE_{kernel}_ATTN", None)
     optimizer = ADAMW | {"use_distributed_optimizer": True}
-    actor = Actor(config, Megatron(), Batching(micro_batch_tokens=tokens), precision, optimizer=optimizer)
+    pretended = "PRETEND_LIBRARY" in os.environ and spec.has_transformer_engine()  # cuDNN crashes there
+    megatron = Megatron(attention_backend="unfused" if pretended else "auto")
+    actor = Actor(config, megatron, Batching(micro_batch_tokens=tokens), precision, optimizer=optimizer)
     actor.load(lookup)
     return actor
 
@@ -218,15 +222,19 @@ def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
     return {**found, "loss": torch.tensor([loss])}
 
 
-def cpu_reference(kind: str) -> dict[str, torch.Tensor]:
-    """Return `gradients(kind, "fp32")` from a process that sees no GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/reference.safetensors"
-        command = [sys.executable, __file__, "reference", kind, path]
-        run = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-        if run.returncode:
-            raise RuntimeError(f"the CPU reference failed: {run.stderr[-2000:]}")
+def cpu_reference(kind: str, folder: str) -> Callable[[], dict[str, torch.Tensor]]:
+    """Compute `gradients(kind, "fp32")` in a process that sees no GPU; the function returned waits for them."""
+    path = f"{folder}/{kind}.safetensors"
+    command = [sys.executable, __file__, "reference", kind, path]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def result() -> dict[str, torch.Tensor]:
+        if errors := process.communicate()[1] * bool(process.returncode):
+            raise RuntimeError(f"the CPU reference failed: {errors[-2000:]}")
         return load_file(path)
+
+    return result
 
 
 def distance(found: dict, expected: dict) -> tuple[float, float]:
@@ -246,11 +254,14 @@ def parity(layers: str, kinds: tuple[str, ...], *precisions: str) -> Iterator[Ro
     rounding sends a token to another expert, gradients differ."""
     if layers != "torch":
         need("transformer_engine", (8, 9) if "fp8" in precisions else (0, 0))
+    folder = tempfile.mkdtemp()
+    references = {kind: cpu_reference(kind, folder) for kind in kinds}
     for kind in kinds:
-        found = {"the CPU in fp32": cpu_reference(kind)}
+        found = {}
         for precision in precisions:
             with torch_layers(layers):
                 found[precision] = gradients(kind, precision)
+        found["the CPU in fp32"] = references[kind]()
         pairs = [(precision, "the CPU in fp32") for precision in precisions]
         for precision, other in pairs + [("fp8", "bf16")] * ("fp8" in precisions):
             loss, gradient = distance(found[precision], found[other])
@@ -294,27 +305,39 @@ def speed(layers: str, precision: str, cases: list[Case], model: dict, fewer: in
         model, precision = model | SMALL, precision if GPU else "fp32"
         cases = [dataclasses.replace(c, prompt=c.prompt // 32, response=c.response // 32) for c in cases]
     size = torch.cuda.get_device_properties(0).total_memory if GPU else 0
-    chip = CHIP or dataclasses.replace(DEVICES["h100"], flops=float("nan"), memory=size)
+    unknown = dataclasses.replace(DEVICES["h100"], flops=float("nan"), memory=size)
+    known = (c for c in reversed(DEVICES.values()) if GPU and c.name in torch.cuda.get_device_name())
+    chip = next(known, unknown)
     model = {"num_hidden_layers": max(2, depth(chip.usable) - fewer) if LARGE else 2} | model
     s = ModelShape(model)
     with torch_layers(layers):
         actor = slice_actor(model, precision)
     yield "layers", str(s.layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
-    for case in cases:
+
+    def work_of(case: Case) -> Callable[[], dict]:
         batch = case_batch(case, s.vocabulary)
         actor.layout = dataclasses.replace(actor.layout, share_prompts=case.shared)
         actor.config.recompute_granularity = "full" if case.recompute else None
         actor.config.recompute_method, actor.config.recompute_num_layers = "uniform", 1
-        work = partial(actor.backward, batch, SFT(Options()).loss, counts(batch))
-        taken, plan = seconds(work, 2), memory(case, s).phases["training"] / GIB
-        for what, text in figures(case, s, chip, taken, peak_of(work)).items():
-            yield what, text, f"plan {plan:.1f} GiB" if "memory" in what else f"{taken * 1e3:.0f} ms"
-    times = []
+        return partial(actor.backward, batch, SFT(Options()).loss, counts(batch))
+
+    work, times = work_of(cases[-1]), []  # before all: the peaks are then those of a run, which has its moments
     for _ in range(3):
         computed, begin = work(), clock()
         actor.apply(computed, learning_rate=1e-6)
         times.append(clock() - begin)
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
+    for case in cases:
+        work = work_of(case)
+        plan = memory(case, s).phases["training"] / GIB
+        try:
+            taken, peak = measured(work, 2)
+        except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
+            broken.append(f"{case.name}: {error}")
+            yield f"{case.name}: peak memory", str(error).partition(". ")[0], f"plan {plan:.1f} GiB"
+            continue
+        for what, text in figures(case, s, chip, taken, peak).items():
+            yield what, text, f"plan {plan:.1f} GiB" if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
 def offload() -> Iterator[Row]:
@@ -399,9 +422,14 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
 
 def main(parts: dict[str, Callable[[], Iterator[Row]]]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    line = "| {} | {} | {} |".format
+    print(line("imports", f"{time.perf_counter() - BEGIN:.1f} s", ""), flush=True)
+    sys.stdin.readline()  # gpu_kit.py lets a check import before its turn
     try:
         for row in parts[sys.argv[1]]():
-            print(f"| {' | '.join(row)} |", flush=True)  # of a check that is killed this is all
+            print(line(*row), flush=True)  # of a check that is killed this is all
+        if broken:
+            sys.exit("\n".join(broken))
     except NotRun as reason:
         print(reason, flush=True)
         sys.exit(MISSING)

@@ -37,13 +37,15 @@ PREDICTED = ROOT / "tools" / "gpu_predicted.json"
 PAGE = ROOT / "docs" / "gpu_results.md"
 LARGEST = {1: 15 << 20, 2: 60 << 20}  # bytes to carry
 LIMIT, RESERVE, MISSING = 300, 30, 77  # seconds of a call, and left at its end; exit status: something is not here
+AHEAD = 3  # checks after the present one whose processes import already
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 TE = "2.20.2"
-SMALL_WHEELS = ("megatron-core==0.16.1", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types", "psutil")
+SMALL_WHEELS = ("megatron-core==0.16.1", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types")
+SMALL_WHEELS += ("typing-inspection", "psutil")
 WHEELS = {
     1: (*SMALL_WHEELS, "pillow", "cloudpickle"),
     2: (*SMALL_WHEELS, f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "einops", "nvdlfw-inspect")
-    + ("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "importlib-metadata", "zipp"),
+    + ("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "protobuf", "importlib-metadata", "lazy-importer", "zipp"),
 }
 # of the environment in which Transformer Engine's extension for torch is compiled, once
 COMPILER = ["torch==2.11.0", "setuptools==80.10.2", "wheel", "pybind11", "ninja", "numpy", "packaging", "pydantic"]
@@ -54,16 +56,18 @@ FILES = ("megatron_rft/**/*", "examples/quickstart/*", "tools/gpu_*", "tools/ben
 
 @dataclass(frozen=True)
 class Check:
-    """`arguments` are Python's; {state} is a folder of the call. `needs`: a module without which it is not run."""
+    """`arguments` are Python's; {state} is a folder of the call. `needs`: a module without which it is not run.
+    `waits`: the process waits for a line before its work, so that it can import ahead of its turn."""
 
     name: str
     budget: float  # seconds
     arguments: tuple[str, ...]
     needs: str = ""
+    waits: bool = False
 
 
 def part(name: str, budget: float) -> Check:
-    return Check(name, budget, ("tools/gpu_checks.py", name))
+    return Check(name, budget, ("tools/gpu_checks.py", name), waits=True)
 
 
 def training(name: str, budget: float, recipe: str, model: str, *options: str) -> Check:
@@ -73,10 +77,10 @@ def training(name: str, budget: float, recipe: str, model: str, *options: str) -
 
 
 GRPO = ("rollout.engine=hf", "run.steps=5", "evaluation.every=null", "data.validation=null")
-SFT = ("run.steps=100", "run.epochs=null", "optimizer.lr_warmup_steps=0")
+SFT = ("rollout.engine=hf", "run.steps=100", "run.epochs=null", "optimizer.lr_warmup_steps=0")
 MODEL = (
-    Check("model", 10, ("examples/quickstart/make_model.py", "{state}/model")),
-    training("warm start", 25, "sft", "model", *SFT),
+    Check("model", 8, ("examples/quickstart/make_model.py", "{state}/model")),
+    training("warm start", 30, "sft", "model", *SFT),
 )
 # every weight of the engine is compared with the trainer's after each sync, and a larger KL than the bound ends the run
 VLLM = ("model.precision=bf16", *GRPO, "rollout.engine=vllm", "faults.compare_weights_every=1")
@@ -89,16 +93,16 @@ DRAFTS = "{{method: draft_model, model: {state}/warm_start/export, num_speculati
 # The most valuable first; together at most LIMIT - RESERVE, call 3 without a limit
 CALLS = {
     1: (
-        part("ceilings", 15),
+        part("ceilings", 30),
         *MODEL,
-        training("quickstart fp32", 25, "pipo", "warm_start/export", *GRPO),
-        training("quickstart bf16", 25, "pipo", "warm_start/export", "model.precision=bf16", *GRPO),
+        training("quickstart fp32", 20, "pipo", "warm_start/export", *GRPO),
+        training("quickstart bf16", 20, "pipo", "warm_start/export", "model.precision=bf16", *GRPO),
         part("gradients against the CPU", 30),
         part("log-probs against float64", 15),
-        part("slice of Qwen3-8B", 65),
+        part("slice of Qwen3-8B", 60),
         part("weights to an engine process", 20),
         part("log-probs: time and memory", 15),
-        part("offload of the trainer", 25),
+        part("offload of the trainer", 20),
     ),
     2: (
         part("ceilings", 15),
@@ -224,9 +228,13 @@ def install(state: Path, wheels: list[Path]) -> dict[str, str]:
     """Install the wheels into a folder of the call. Returns the environment of the checks."""
     paths = [str(state / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without it every process compiles all that it imports
     if wheels:
         options = ["--no-index", "--no-deps", "--no-compile", "--target", str(state / "site")]
         done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)], timeout=60)
+        code = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(state / "site"), str(ROOT)]
+        subprocess.run(code, timeout=60, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if not done.returncode:
             return environment
     print("no packed wheels are installed: the checks run with what is there", flush=True)
@@ -234,37 +242,65 @@ def install(state: Path, wheels: list[Path]) -> dict[str, str]:
 
 
 def call(checks: tuple[Check, ...], results: Path, limit: float, wheels: list[Path]) -> bool:
-    """Run the checks within `limit` seconds; more than LIMIT stretches their budgets. Returns whether none failed."""
+    """Run the checks within `limit` seconds; more than LIMIT stretches their budgets, and what one left of its own the
+    next may use. Returns whether none failed."""
     end, passed, stretch = time.monotonic() + limit - RESERVE, True, max(1.0, limit / LIMIT)
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
         state = Path(folder)
         environment = install(state, wheels)
         about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu()}
         about |= {"versions": versions(state), "command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
-        for check in checks:
-            record = run(check, state, environment, min(check.budget * stretch, end - time.monotonic()))
+        started: dict[str, subprocess.Popen] = {}
+        for number, check in enumerate(checks):
+            for near in [check, *(other for other in checks[number + 1 : number + 1 + AHEAD] if other.waits)]:
+                if near.name not in started and can_run(near):
+                    started[near.name] = start(near, state, environment)
+            left, later = end - time.monotonic(), sum(other.budget for other in checks[number + 1 :]) * stretch
+            seconds = max(min(check.budget * stretch, left), left - later)
+            record = run(check, started.get(check.name), state, seconds)
             passed &= record["status"] == "passed" or record["status"].startswith("not run: ")
             write(results, {"check": check.name} | record | about)
     return passed
 
 
-def run(check: Check, state: Path, environment: dict[str, str], seconds: float) -> dict:
-    """Run one check; after `seconds` it is killed with all processes that it started, and what it printed counts."""
-    if seconds <= 0:
-        return {"status": "not run: no time was left", "seconds": 0.0, "rows": []}
-    if check.needs and importlib.util.find_spec(check.needs) is None:
-        return {"status": f"not run: {check.needs} is not installed", "seconds": 0.0, "rows": []}
+def can_run(check: Check) -> bool:
+    return not check.needs or importlib.util.find_spec(check.needs) is not None
+
+
+def log_of(check: Check, state: Path) -> Path:
+    return state / f"{check.name.replace(' ', '_')}.log"
+
+
+def start(check: Check, state: Path, environment: dict[str, str]) -> subprocess.Popen:
     command = [sys.executable, *(argument.format(state=state) for argument in check.arguments)]
-    begin, log = time.monotonic(), state / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
+    with log_of(check, state).open("w") as out:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def run(check: Check, process: subprocess.Popen | None, state: Path, seconds: float) -> dict:
+    """Let a check run; after `seconds` it is killed with all processes that it started, and what it printed counts."""
+    if process is None:
+        return {"status": f"not run: {check.needs} is not installed", "seconds": 0.0, "rows": []}
+    begin = time.monotonic()
     try:
-        code = process.wait(seconds)
-        status = "passed" if code == 0 else f"FAILED: exit status {code}"
+        if seconds > 0:
+            process.communicate("begin\n", timeout=seconds)
+        status = "passed" if process.returncode == 0 else f"FAILED: exit status {process.returncode}"
     except subprocess.TimeoutExpired:
         status = f"FAILED: killed after {seconds:.0f} s"
     end_group(process)
-    text = log.read_text(errors="replace")
+    if seconds <= 0:
+        return {"status": "not run: no time was left", "seconds": 0.0, "rows": []}
+    text = log_of(check, state).read_text(errors="replace")
     if process.returncode == MISSING:
         status = f"not run: {text.strip().splitlines()[-1]}"
     elif status != "passed":

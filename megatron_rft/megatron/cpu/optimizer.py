@@ -81,13 +81,14 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             beta1, beta2 = group["betas"]
+            done = torch.full([len(params)], group["step"] - 1.0, device=params[0].device if params else None)
             adam(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # the functional form increments the count
+                list(done.unbind()),  # the functional form increments the count
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,
@@ -109,11 +110,12 @@ def install_collectives() -> None:
 
 
 def install_adam() -> None:
-    """Make megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed."""
+    """Make megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed, and on a
+    host without a GPU, where theirs cannot be made."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    if distrib_optimizer.HAVE_APEX_OR_TE:
+    if distrib_optimizer.HAVE_APEX_OR_TE and torch.cuda.is_available():
         return
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
