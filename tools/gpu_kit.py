@@ -14,6 +14,7 @@ the next. A call ends 30 s before its limit. Without a GPU the checks run at the
 import argparse
 import contextlib
 import datetime
+import email.message
 import importlib.metadata
 import importlib.util
 import json
@@ -26,9 +27,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED = ROOT / "build" / "gpu_kit"
@@ -47,6 +51,7 @@ WHEELS = {
     2: (*SMALL_WHEELS, f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "einops", "nvdlfw-inspect")
     + ("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "protobuf", "importlib-metadata", "lazy-importer", "zipp"),
 }
+UNUSED = {"nvidia-cudnn-frontend"}  # 11 MiB, of fused operators that megatron-core does not ask for
 # of the environment in which Transformer Engine's extension for torch is compiled, once
 COMPILER = ["torch==2.11.0", "setuptools==80.10.2", "wheel", "pybind11", "ninja", "numpy", "packaging", "pydantic"]
 COMPILER += [f"nvidia-cuda-{part}==13.0.*" for part in ("nvcc", "crt", "cccl")] + ["nvidia-nvvm==13.0.*"]
@@ -147,6 +152,8 @@ def pack(number: int, folder: Path, wheels: bool = True) -> int:
         for wheel in (folder / "wheels").glob("transformer_engine_cu*.whl"):
             cut(wheel)
         shutil.copy(compiled(), folder / "wheels")
+    if lacking := needed(folder / "wheels"):
+        raise SystemExit(f"the wheels of call {number} need {', '.join(sorted(lacking))} too: add them to WHEELS")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 2**20:.1f} MiB")
     if size > LARGEST[number]:
@@ -166,6 +173,27 @@ def download(folder: Path, names: tuple[str, ...]) -> None:
         "--abi=abi3",
     ]
     run_pip(sys.executable, "download", *kind, "--abi=none", "-d", str(folder), *systems, *names)
+
+
+def needed(folder: Path) -> set[str]:
+    """Return what the wheels of a folder require that they are not, and that torch and transformers do not bring."""
+    wheels, there = sorted(folder.glob("*.whl")), ("torch", "transformers")
+    present = {canonicalize_name(name) for name in (*there, *(wheel.name.split("-")[0] for wheel in wheels))}
+    brought = required(line for name in there for line in importlib.metadata.requires(name) or ())
+    asked = required(line for wheel in wheels for line in metadata_of(wheel).get_all("Requires-Dist") or ())
+    return asked - present - brought - UNUSED
+
+
+def required(lines: Iterable[str]) -> set[str]:
+    place = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.3"}
+    asked = map(Requirement, lines)
+    return {canonicalize_name(r.name) for r in asked if r.marker is None or r.marker.evaluate(place)}
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
 
 
 def run_pip(python: str | Path, *arguments: str, **options) -> None:

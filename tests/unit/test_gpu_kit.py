@@ -34,7 +34,7 @@ def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}])"
     found = called(
         tmp_path,
-        60,
+        45,
         Check("fails", 9, ("-c", f"{ROW}; raise SystemExit(3)")),
         Check("dies", 9, ("-c", f"import os; {ROW}; os.kill(os.getpid(), 9)")),
         Check("hangs", 1.5, ("-c", f"{child}; {ROW}; import time; time.sleep(60)")),
@@ -124,13 +124,26 @@ def test_a_cut_wheel_keeps_the_code_of_one_chip_and_all_else(tmp_path):
         assert wheel.read("a/text.py") == fat_binary(*codes)
 
 
-def test_wheels_are_installed_for_the_checks(tmp_path):
-    made = tmp_path / "made-1-py3-none-any.whl"
+def made_wheel(folder: Path, name: str, *requirements: str) -> Path:
+    made = folder / f"{name}-1-py3-none-any.whl"
+    lines = "".join(f"Requires-Dist: {each}\n" for each in requirements)
     with zipfile.ZipFile(made, "w") as wheel:
         wheel.writestr("made.py", "value = 7\n")
-        wheel.writestr("made-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: made\nVersion: 1\n")
+        wheel.writestr("made-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{lines}")
         wheel.writestr("made-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("made-1.dist-info/RECORD", "made.py,,\n")
+    return made
+
+
+def test_what_packed_wheels_need_is_packed_too_or_comes_with_torch(tmp_path):
+    made_wheel(tmp_path, "made_first", "numpy", "Made.Second>=1", "torch; extra == 'gpu'", "absent; extra == 'all'")
+    assert gpu_kit.needed(tmp_path) == {"made-second"}
+    made_wheel(tmp_path, "made_second", "typing-extensions", 'old; python_version < "3.12"')
+    assert gpu_kit.needed(tmp_path) == set()
+
+
+def test_wheels_are_installed_for_the_checks(tmp_path):
+    made = made_wheel(tmp_path, "made")
     check = Check("uses it", 20, ("-c", "import made; print('| value |', made.value, '| |')"))
     assert gpu_kit.call((check,), tmp_path / "results", 90, [made])
     assert json.loads((tmp_path / "results").read_text())["rows"] == [["value", "7", ""]]
@@ -159,3 +172,19 @@ def test_recipes_take_the_options_of_the_checks_and_checks_exist():
     parts = (ROOT / "tools" / "gpu_checks.py").read_text()
     for check in (check for check in every if "tools/gpu_checks.py" in check.arguments):
         assert f'"{check.name}": ' in parts
+
+
+def test_a_check_has_the_time_that_earlier_ones_left(tmp_path):
+    found = called(tmp_path, 40, Check("early", 4, ("-c", "")), Check("late", 3, ("-c", "import time; time.sleep(5)")))
+    assert [each["status"] for each in found] == ["passed", "passed"]
+
+
+def test_checks_import_ahead_and_begin_in_turn(tmp_path):
+    """The second process is there while the first works, and reads its line only after it."""
+    code = "import sys, time; from pathlib import Path; Path('{state}/%s').touch(); sys.stdin.readline(); %s"
+    work = ("time.sleep(2); assert Path('{state}/b').exists()", "assert Path('{state}/done').exists()")
+    both = (
+        Check("a", 9, ("-c", f"{code % ('a', work[0])}; Path('{{state}}/done').touch()"), waits=True),
+        Check("b", 9, ("-c", code % ("b", work[1])), waits=True),
+    )
+    assert [each["status"] for each in called(tmp_path, 60, *both)] == ["passed", "passed"]

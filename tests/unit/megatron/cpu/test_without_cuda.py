@@ -6,6 +6,7 @@ from megatron.core import optimizer
 from megatron.core.transformer import transformer_layer
 
 from megatron_rft.megatron import cpu
+from megatron_rft.megatron.cpu import optimizer as host_optimizer
 from megatron_rft.megatron.cpu.optimizer import FusedAdam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
@@ -54,3 +55,12 @@ def test_a_routers_missing_name_is_mended_where_cuda_is_too(monkeypatch):
     monkeypatch.delattr(moe_utils, "te_general_gemm")
     cpu.install.__wrapped__()
     assert moe_utils.te_general_gemm is None
+
+
+def test_the_counts_of_steps_are_where_the_parameters_are(monkeypatch):
+    """torch's kernel for a GPU refuses counts on the host."""
+    weight, seen = torch.nn.Parameter(torch.zeros(3, device="meta")), []
+    weight.grad = torch.zeros_like(weight)
+    monkeypatch.setattr(host_optimizer, "adam", lambda *lists, **_: seen.extend(lists[-1]))
+    FusedAdam([weight]).step()
+    assert [count.device for count in seen] == [weight.device]
