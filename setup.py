@@ -49,7 +49,7 @@ setup(
             "hypothesis>=6",
             "aiohttp>=3.14",  # programs that talk to the endpoint
             "ruff>=0.12",
-            "tensorboard>=2.17",
+            "tensorboard>=2.17",  # torch.utils.tensorboard is loaded late
             "wandb>=0.31",
             "peft>=0.21",  # LoRA is compared with it
             "nbclient>=0.10",  # examples/notebook.ipynb
@@ -59,7 +59,6 @@ setup(
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "agents": ["aiohttp>=3.14"],  # environment.kind=program
         "wandb": ["wandb>=0.31"],
-        "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
         "gguf": ["gguf>=0.19", "accelerate>=1.15"],  # examples/smollm2: transformers reads GGUF with them
         # Everything for an NVIDIA GPU but transformer-engine-torch, which is built against the torch that this installs
@@ -71,7 +70,6 @@ setup(
             "transformer-engine==2.20.2",
             "transformer-engine-cu13==2.20.2",
             "wandb>=0.31",
-            "tensorboard>=2.17",
             "onnx",
             "onnxscript",
             "einops",

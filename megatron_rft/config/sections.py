@@ -462,7 +462,6 @@ class Tracking(Section):
     progress: Literal["auto", "plain", "none"] = "auto"
     """auto: a bar on a terminal, lines in a log."""
     wandb: Wandb | None = None
-    tensorboard: bool = False
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one device, for training/mfu. None: the data sheet's for bf16, if the device is known."""
     alarms: bool = True

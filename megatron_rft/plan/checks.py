@@ -160,10 +160,9 @@ def check_installed(recipe: Recipe) -> None:
             f"megatron.attention_backend: {recipe.megatron.attention_backend} chooses a kernel of Transformer Engine, "
             "which is not installed here: torch's own attention is used. Set it to auto"
         )
-    for name, off in (("wandb", "null"), ("tensorboard", "false")):
-        if getattr(recipe.tracking, name) and find_spec(name) is None:
-            install = f"pip install 'megatron-rft[{name}]', or set it to {off}"
-            raise ConfigError(f"tracking.{name}: {name} is not installed: {install}")
+    if recipe.tracking.wandb and find_spec("wandb") is None:
+        install = "pip install 'megatron-rft[wandb]', or set it to null"
+        raise ConfigError(f"tracking.wandb: wandb is not installed: {install}")
 
 
 def check_writable(path: str | Path, option: str = "run.output_dir") -> None:

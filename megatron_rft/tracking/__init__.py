@@ -1,1 +1,1 @@
-"""Logs metrics to files, a terminal display, wandb and TensorBoard."""
+"""Logs metrics to files, a terminal display and wandb."""

@@ -1,4 +1,4 @@
-"""Destinations of metrics besides the metrics file: Weights & Biases and TensorBoard."""
+"""A destination of metrics besides the metrics file: Weights & Biases."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -55,19 +55,3 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class TensorBoardLogger:
-    """Writes event files under RUN/tensorboard. On a resume, TensorBoard removes the points from `resume_step` on."""
-
-    def __init__(self, output_dir: Path, resume_step: int = 0):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(Path(output_dir) / "tensorboard"), purge_step=resume_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
-from megatron_rft.tracking.loggers import TensorBoardLogger, WandbLogger
+from megatron_rft.tracking.loggers import WandbLogger
 from megatron_rft.tracking.metrics import (
     EXPERTS_FILE,
     METRICS_FILE,
@@ -22,7 +22,7 @@ from megatron_rft.tracking.progress import Progress, make_progress
 
 
 class Logger(Protocol):
-    """A destination of metrics besides the metrics file: wandb or TensorBoard."""
+    """A destination of metrics besides the metrics file."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -53,7 +53,9 @@ class Tracker:
             return
         self._folder = output_dir = Path(output_dir)
         name = name or output_dir.resolve().name
-        self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
+        if config.wandb is not None:
+            given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
+            self._loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
@@ -110,15 +112,3 @@ class Tracker:
         for part in (self._progress, *self._files.values()):
             part.close()
         self._files, self._progress, self._loggers = {}, Progress(), []
-
-
-def optional_loggers(
-    output_dir: Path, config: Tracking, resume_step: int, name: str, resolved: Mapping[str, Any] | None
-) -> list[Logger]:
-    loggers: list[Logger] = []
-    if config.wandb is not None:
-        given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
-        loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(output_dir, resume_step))
-    return loggers

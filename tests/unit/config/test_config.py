@@ -298,7 +298,6 @@ class TestPlan:
         "override, words",
         [
             ("model.precision=fp8", "model.precision: fp8 needs Transformer Engine"),
-            ("tracking.tensorboard=true", "tracking.tensorboard: tensorboard is not installed: pip install"),
             ("tracking.wandb={}", "tracking.wandb: wandb is not installed: pip install"),
         ],
     )
@@ -388,7 +387,7 @@ class TestDifference:
     def test_options_that_may_change_on_resume(self, recipe):
         free = [
             "run.steps=20",
-            "tracking.tensorboard=true",
+            "tracking.sampled_steps=2",
             "megatron.tensor_model_parallel_size=2",
             "batching.micro_batch_tokens=2048",
         ]

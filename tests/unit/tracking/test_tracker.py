@@ -47,20 +47,6 @@ def test_a_resume_does_steps_again(tmp_path):
     assert [record["begun at"] for record in records] == [0, 0, 0, 3, 3, 3, 3]
 
 
-def test_tensorboard_drops_what_is_done_again(tmp_path):
-    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = Tracking(progress="none", tensorboard=True)
-    for first, last in ((0, 4), (2, 5)):
-        with closing(Tracker(tmp_path, config, 5, resume_step=first)) as tracker:
-            for step in range(first, last):
-                tracker.log(step, {"reward/mean": first + step / 10})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
-    assert [event.step for event in events] == [0, 1, 2, 3, 4]
-    assert [event.value for event in events] == pytest.approx([0.0, 0.1, 2.2, 2.3, 2.4])
-
-
 def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     config = Tracking(progress="none", wandb=Wandb(project="test", mode="offline"))
