@@ -14,7 +14,8 @@ from jinja2 import Environment, FileSystemLoader
 
 from megatron_rft import __version__
 from megatron_rft.report import facts
-from megatron_rft.report.groups import RunGroup, differing
+from megatron_rft.report.groups import RunGroup, differing, grouped
+from megatron_rft.report.runs import read_all
 from megatron_rft.utils.errors import UserError
 
 HERE = Path(__file__).parent
@@ -24,26 +25,28 @@ CHARTS = [{"log": False, "floor": None} | chart for chart in yaml.safe_load((HER
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
-def write(groups: list[RunGroup], notices: list[str], out: Path) -> Path:
-    path = Path(out) / "report.html"
+def write(folders: list[Path], out: Path) -> Path:
+    """Write `out`/report.html about the runs in `folders`. Returns its path.
+
+    Raises:
+        UserError: a folder contains no run, no run has a finished step, or `out` cannot be written.
+    """
+    runs, notices = read_all(folders)
+    path = out / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html(groups, notices), encoding="utf-8")
+        path.write_text(html(grouped(runs), notices), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {path} cannot be written: {error.strerror}") from None
     return path
 
 
 def html(groups: list[RunGroup], notices: list[str]) -> str:
-    of_each = [facts.recipe_facts(group) for group in groups]
-    shared = [fact for fact in of_each[0] if all(fact in other for other in of_each)] if len(groups) > 1 else []
     return TEMPLATES.get_template("page.html").render(
         title=title(groups),
         notices=notices,
         groups=groups,
         headline=facts.headline,
-        own=[[fact for fact in each if fact not in shared] for each in of_each],
-        shared=shared,
         differing=differing(groups),
         made=f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         style=(HERE / "page.css").read_text(encoding="utf-8"),

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_rft.commands import main
-from megatron_rft.report import page, write
-from megatron_rft.report.facts import headline, recipe_facts
+from megatron_rft.report import page
+from megatron_rft.report.facts import headline
 from megatron_rft.report.groups import MOST_POINTS, differing, grouped, mean_and_error
 from megatron_rft.report.page import CHARTS, phases, shown
 from megatron_rft.report.runs import read_all
@@ -98,7 +98,6 @@ class TestFacts:
         found = {number.label: (number.value, number.more) for number in headline(group)}
         assert found["pass@1, test"] == ("0.320 → 0.630", "± 0.010")
         assert found["reward"] == ("0.430 → 0.700", "first and last tenth")
-        assert found["steps"] == ("30", "") and found["time"] == ("1:05", "2.0 s a step")
 
     def test_alarms_stand_before_the_numbers(self, tmp_path):
         run = write_run(tmp_path / "run")
@@ -109,24 +108,6 @@ class TestFacts:
         first = page.index("step 0: the &lt;entropy&gt; has collapsed")
         assert page.index("<h2>") < first < page.index('class="numbers"') and "resumed after" not in page
         assert "and 2 more alarms" in page
-
-    def test_equal_options_stand_once(self, tmp_path):
-        pages = html_of([write_run(tmp_path / "a"), write_run(tmp_path / "b", pipo=True)])
-        assert pages.count("<dt>algorithm.name</dt>") == 1 and pages.count("<dt>pipo.window</dt>") == 1
-        assert html_of([write_run(tmp_path / "c")]).count("<dt>algorithm.name</dt>") == 1
-
-    def test_of_a_run_under_way(self, tmp_path):
-        (group,) = grouped(read_all([write_run(tmp_path / "run", steps=3)])[0])
-        assert [(n.value, n.more) for n in headline(group) if n.label == "steps"] == [("3", "of 30")]
-
-    def test_recipe(self, four):
-        facts = dict(recipe_facts(grouped(read_all(four)[0])[0]))
-        assert (
-            facts["rollout.prompts_per_step"] == "32"
-            and facts["seeds"] == "0, 1"
-            and facts["algorithm.kl_coefficient"] == "0.001"
-        )
-        assert "optimizer.lr" not in facts  # this recipe does not say it
 
 
 class TestCharts:
@@ -233,4 +214,4 @@ class TestCommand:
             read_all([run, run / "../run"])
         (tmp_path / "file").touch()
         with pytest.raises(UserError, match="--out: .* cannot be written"):
-            write([run], tmp_path / "file")
+            page.write([run], tmp_path / "file")
