@@ -89,7 +89,7 @@ MODEL = (
 )
 # every weight of the engine is compared with the trainer's after each sync, and a larger KL than the bound ends the run
 VLLM = ("model.precision=bf16", *GRPO, "rollout.engine=vllm", "faults.compare_weights_every=1")
-VLLM += ("faults.on_mismatch=stop", "faults.mismatch_kl=0.01")
+VLLM += ("faults.on_mismatch=stop", "faults.mismatch_kl=0.01", "vllm.kernel_config={{enable_jit_warmup: false}}")
 ROUNDED, FP8 = (
     ("faults.mismatch_kl=0.05", "algorithm.importance=truncated"),
     ("fp8", "fp8_per_channel", "fp8_per_block"),
@@ -269,12 +269,14 @@ def install(state: Path, wheels: list[Path]) -> dict[str, str]:
     return environment
 
 
-def call(checks: tuple[Check, ...], results: Path, limit: float, wheels: list[Path]) -> bool:
+def call(checks: tuple[Check, ...], results: Path, limit: float, wheels: list[Path], kept: Path | None = None) -> bool:
     """Run the checks within `limit` seconds; more than LIMIT stretches their budgets, and what one left of its own the
-    next may use. Returns whether none failed."""
+    next may use. `kept`: a folder for what the checks leave, which another call may go on from. Returns whether none
+    failed."""
     end, passed, stretch = time.monotonic() + limit - RESERVE, True, max(1.0, limit / LIMIT)
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
-        state = Path(folder)
+        state = kept or Path(folder)
+        state.mkdir(parents=True, exist_ok=True)
         environment = install(state, wheels)
         about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu()}
         about |= {"versions": versions(state), "command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
@@ -332,7 +334,7 @@ def run(check: Check, process: subprocess.Popen | None, state: Path, seconds: fl
     if process.returncode == MISSING:
         status = f"not run: {text.strip().splitlines()[-1]}"
     elif status != "passed":
-        print(text[-2000:], flush=True)
+        print(text[-3000:], flush=True)
     return {"status": status, "seconds": round(time.monotonic() - begin, 1), "rows": rows(text, state, check.name)}
 
 
@@ -438,6 +440,7 @@ def main() -> None:
     parser.add_argument("number", nargs="*", type=int, choices=(1, 2, 3), help="of pack (1, 2) and call")
     parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--state", type=Path, help="of call: a folder that is kept, with models that later calls need")
     parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
     args = parser.parse_args()
     if args.what == "pack":
@@ -449,7 +452,7 @@ def main() -> None:
             checks = tuple(check for check in CALLS[number] if any(o in check.name for o in args.only))
             limit = args.limit or (LIMIT if number < 3 else sum(check.budget for check in checks) + RESERVE)
             folder = ROOT / "wheels" if (ROOT / "wheels").is_dir() else PACKED / str(number) / "wheels"
-            passed &= call(checks, args.results, limit, sorted(folder.glob("*.whl")) if number < 3 else [])
+            passed &= call(checks, args.results, limit, sorted(folder.glob("*.whl")) if number < 3 else [], args.state)
         sys.exit(not passed)
     else:
         report(args.results, PAGE) if args.what == "report" else keep_cpu(args.results)

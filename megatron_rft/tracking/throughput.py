@@ -17,6 +17,7 @@ import torch
 
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
+from megatron_rft.utils.asleep import asleep
 from megatron_rft.utils.position import here
 
 
@@ -82,10 +83,11 @@ class Phases:
 
 
 def take_memory_peak() -> float:
-    """Return the peak memory in GiB since the last call: torch's allocations on a GPU, else this process's resident
-    set. Where Linux does not let a process reset its peak, it is the largest ever."""
+    """Return the peak memory in GiB since the last call: torch's allocations on a GPU, without those of an engine that
+    slept all the time, else this process's resident set. Where Linux does not let a process reset its peak, it is the
+    largest ever."""
     if torch.cuda.is_initialized():
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        peak = (torch.cuda.max_memory_allocated() - asleep.take()) / 2**30
         torch.cuda.reset_peak_memory_stats()
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -45,6 +45,7 @@ from megatron_rft.inference.vllm.arguments import (
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
 from megatron_rft.records import Response
+from megatron_rft.utils.asleep import asleep
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.position import here
@@ -281,13 +282,14 @@ class VLLMEngine(Engine):
 
     def sleep(self) -> None:
         if self.sleeps and not self.asleep:
-            self.llm.sleep(level=2)
+            with asleep.changes():
+                self.llm.sleep(level=2)
             self.asleep, self.weight_version = set(PARTS), -1
 
     def wake(self, cache: bool = True) -> None:
         if parts := [part for part in PARTS if part in self.asleep and (cache or part == "weights")]:
-            torch.cuda.empty_cache()  # vLLM takes memory from the driver, not what torch's allocator keeps
-            self.llm.wake_up(parts)
+            with asleep.changes():
+                self.llm.wake_up(parts)
             self.asleep -= set(parts)
 
     def close(self) -> None:
