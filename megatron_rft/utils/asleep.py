@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 
 class Asleep:
     """`size`: bytes now; `least`: the fewest since the last `take`."""
@@ -14,6 +12,8 @@ class Asleep:
     @contextlib.contextmanager
     def changes(self) -> Iterator[None]:
         """The engine falls asleep or wakes up inside."""
+        import torch
+
         torch.cuda.empty_cache()  # vLLM takes memory from the driver, not what torch's allocator keeps
         before = torch.cuda.mem_get_info()[0]
         yield
