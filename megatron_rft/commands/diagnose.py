@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ from megatron_rft.commands.train import check_user_code, fetch_models, work
 from megatron_rft.config import Recipe, load
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.plan import check, make_folder
-from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.training import diagnosis
 from megatron_rft.training.diagnosis import EXACT, FLOORS, MEASURED
 from megatron_rft.utils.errors import FAILED, FINISHED, ConfigError
 from megatron_rft.utils.files import write_atomically
-
-KEYS = ("kl", "max", "share")
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -54,7 +50,6 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         return status
     measured = json.loads((folder / MEASURED).read_text())
     measured["verdict"] = verdict(measured)
-    measured["rows"] += of_run(args.run) if args.run else []
     write_atomically(folder / "diagnosis.json", json.dumps(measured, indent=1) + "\n")
     where = f"{folder / 'diagnosis.json'} has these numbers"
     print("\n".join([*table(measured["rows"]), "", measured["verdict"], where]))
@@ -67,20 +62,11 @@ def measure(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def of_run(run: Path) -> list[dict[str, Any]]:
-    """A row with the means of the run's last ten steps."""
-    last = [line for line in read_metrics(run / "metrics.jsonl") if "mismatch/kl" in line][-10:]
-    known = [key for key in KEYS if last and all(f"mismatch/{key}" in line for line in last)]
-    means = {key: sum(line[f"mismatch/{key}"] for line in last) / len(last) for key in known}
-    return [{"name": f"the run, its last {len(last)} steps", **means}] if last else []
-
-
 def table(rows: list[dict[str, Any]]) -> list[str]:
     width = max(len(row["name"]) for row in rows)
     lines = [f"{'':{width}}  {'KL':>8}  {'largest':>8}  {'share':>6}"]
     for row in rows:
-        kl, largest, share = (row.get(key, nan) for key in KEYS)
-        lines.append(f"{row['name']:{width}}  {kl:8.1e}  {largest:8.1e}  {share:6.1%}")
+        lines.append(f"{row['name']:{width}}  {row['kl']:8.1e}  {row['max']:8.1e}  {row['share']:6.1%}")
     return lines
 
 

@@ -11,6 +11,10 @@ TARGETS = {  # Hugging Face's modules
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+LAYERS = {  # megatron-core's
+    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+}
 
 
 def targets_of(named: Any) -> Any:

@@ -36,16 +36,12 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_rft.config.lora import Lora
+from megatron_rft.config.lora import LAYERS, Lora
 from megatron_rft.conversion import Mapping, hf_shapes, partition_dim, shard
 from megatron_rft.conversion.mapping import GATE_AND_UP
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.model import ValueHead
 
-LAYERS = {
-    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
-}
 COLUMN = ("linear_qkv", "linear_fc1")
 
 

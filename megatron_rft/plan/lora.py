@@ -2,17 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_rft.config.lora import Lora
+from megatron_rft.config.lora import LAYERS, Lora
 from megatron_rft.families.shapes import Part, partition_dim
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Parameter, stage_layers, total
 from megatron_rft.utils.errors import ConfigError
-
-LAYERS = {  # by target: the weights that get adapters, by megatron-core's names in a layer
-    "attention": ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"),
-    "mlp": ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
-}
 
 
 def check(options: Lora, s: ModelShape) -> str:
@@ -39,9 +34,8 @@ def _check_model(options: Lora, s: ModelShape) -> None:
         )
     every = {part.name: part for layer in s.parts for part in layer}
     for target in options.targets:
-        if missing := [name for name in LAYERS[target] if name not in every]:
-            what = missing[0].removesuffix(".weight")
-            raise ConfigError(f"lora.targets: {target} matches nothing, the layers of this model have no {what}")
+        if missing := [name for name in LAYERS[target] if f"{name}.weight" not in every]:
+            raise ConfigError(f"lora.targets: {target} matches nothing, the layers of this model have no {missing[0]}")
     smallest, name = min(
         (size, hf_name)
         for part in adapted(tuple(every.values()), options)
@@ -57,7 +51,7 @@ def _check_model(options: Lora, s: ModelShape) -> None:
 
 
 def adapted(layer: tuple[Part, ...], options: Lora) -> Iterator[Part]:
-    names = {name for target in options.targets for name in LAYERS[target]}
+    names = {f"{name}.weight" for target in options.targets for name in LAYERS[target]}
     return (part for part in layer if part.name in names)
 
 

@@ -1,8 +1,8 @@
-"""Sends a step's metrics to the file, the display and the loggers, on the main rank only."""
+"""Sends a step's metrics to the file, the display and wandb, on the main rank only."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.loggers import WandbLogger
@@ -21,16 +21,8 @@ from megatron_rft.tracking.metrics import (
 from megatron_rft.tracking.progress import Progress, make_progress
 
 
-class Logger(Protocol):
-    """A destination of metrics besides the metrics file."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 class Tracker:
-    """Sends metrics to the metrics file, the display and the optional loggers; does nothing on ranks other than the
-    main.
+    """Sends metrics to the metrics file, the display and wandb if it is on; does nothing on ranks other than the main.
 
     `resume_step`: the first step that this process will run. A step is logged once, with all of its metrics: an
     evaluation after step 20 goes into the call for step 20. `name`: of the run; None takes the folder's name.
@@ -47,7 +39,7 @@ class Tracker:
         resolved: Mapping[str, Any] | None = None,
     ):
         self._files: dict[str, StepFile] = {}  # none on other ranks, and after the end
-        self._progress, self._loggers = Progress(), []
+        self._progress, self._wandb = Progress(), None
         self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         if not is_main:
             return
@@ -55,7 +47,7 @@ class Tracker:
         name = name or output_dir.resolve().name
         if config.wandb is not None:
             given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
-            self._loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
+            self._wandb = WandbLogger(output_dir, {"name": name} | given, resolved)
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
@@ -66,18 +58,17 @@ class Tracker:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         self._files[METRICS_FILE].write(step, numbers)
-        self._show(lambda logger: logger.log(step, numbers))
+        self._show(lambda wandb: wandb.log(step, numbers))
         self._progress.log(step, numbers)
 
-    def _show(self, act: Callable[[Logger], None]) -> None:
-        """Leave out a logger that fails, for example because a signal has ended wandb's service: training goes on."""
-        for logger in list(self._loggers):
-            try:
-                act(logger)
-            except Exception as error:
-                self._loggers.remove(logger)
-                name, why = type(logger).__name__.removesuffix("Logger"), f"{type(error).__name__}: {error}"
-                self.note(f"{name} gets no more steps of this run, because it failed ({why}): {METRICS_FILE} has all")
+    def _show(self, act: Callable[[WandbLogger], None]) -> None:
+        """Leave wandb out once it fails, for example because a signal has ended its service: training goes on."""
+        try:
+            if self._wandb:
+                act(self._wandb)
+        except Exception as error:
+            self._wandb, why = None, f"{type(error).__name__}: {error}"
+            self.note(f"Wandb gets no more steps of this run, because it failed ({why}): {METRICS_FILE} has all")
 
     def experts(self, step: int, loads: Mapping[int, list[int]]) -> None:
         """Write the tokens of each expert by layer; call this before `log` of that step."""
@@ -108,7 +99,7 @@ class Tracker:
 
     def close(self) -> None:
         """May be called twice."""
-        self._show(lambda logger: logger.close())
+        self._show(lambda wandb: wandb.close())
         for part in (self._progress, *self._files.values()):
             part.close()
-        self._files, self._progress, self._loggers = {}, Progress(), []
+        self._files, self._progress, self._wandb = {}, Progress(), None

@@ -19,7 +19,7 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.training import build
 from tests.families import SIZES
-from tests.integration.tiny import ROOT, metrics, train, write_recipe
+from tests.integration.tiny import ROOT, train, write_recipe
 from tests.smollm2 import smollm2
 from tests.unit.inference.tiny import build_model
 
@@ -175,8 +175,6 @@ def test_the_weights_of_a_run(tmp_path):
     assert main.main(["diagnose", str(recipe), "--run", str(run)]) == 0
     found = json.loads((run / "diagnosis/diagnosis.json").read_text())
     assert found["in_fp32"] < 1e-9 and found["rows"][0] != before["rows"][0]
-    assert found["rows"][-1]["name"] == "the run, its last 2 steps"
-    assert found["rows"][-1]["kl"] == pytest.approx(sum(line["mismatch/kl"] for line in metrics(run)[-2:]) / 2)
 
 
 def test_adapters_are_measured_as_the_trainer_computes_with_them(tmp_path):

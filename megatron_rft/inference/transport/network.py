@@ -16,9 +16,9 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -93,19 +93,8 @@ def nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Back
     """Create a group in which a lost peer raises an error after `limit`; by default torch would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    with environment(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+    with patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def send(link: Link, stream: Iterable[tuple[str, Tensor]]) -> None:
