@@ -1,12 +1,12 @@
 """What a GPU shows in calls of five minutes, where one is lent for a quarter of an hour without a network:
 
-    python tools/gpu_kit.py pack 1 [2]          here: all that the call needs, into the folder build/gpu_kit/1
+    python tools/gpu_kit.py pack 1 [2] [3]      here: all that the call needs, into the folder build/gpu_kit/1
     python build/gpu_kit/1/tools/gpu_kit.py call 1 --results FILE     there: runs the checks, adds a line for each
-    python tools/gpu_kit.py report --results FILE     docs/gpu_results.md from the lines that were measured on a GPU
+    python tools/gpu_kit.py report              docs/gpu_results.md from tools/gpu_measured.jsonl
 
 The other machine has Python 3.12 with torch 2.11 for CUDA 13, transformers 5.17, numpy and safetensors. Call 1 brings
-megatron-core and uses torch's layers. Call 2 brings Transformer Engine too, with the code of sm_90 alone. Call 3 brings
-nothing: it is for machines where vLLM is installed. Each check has a process of its own and a budget in seconds, and
+megatron-core and uses torch's layers. Call 2 brings Transformer Engine too, and call 3 vLLM, with the code of sm_90
+alone; what is installed there already needs no pack. Each check has a process of its own and a budget in seconds, and
 its line is on the disk and in the output before the next one starts. A check that fails, hangs or dies does not stop
 the next. A call ends 30 s before its limit. Without a GPU the checks run at their smallest size.
 """
@@ -27,29 +27,35 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+sys.path.insert(0, str(Path(__file__).parent))
+import gpu_vllm  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKED = ROOT / "build" / "gpu_kit"
-RESULTS = ROOT / "runs" / "gpu_kit.jsonl"
+RESULTS = ROOT / "tools" / "gpu_measured.jsonl"
 PREDICTED = ROOT / "tools" / "gpu_predicted.json"
 PAGE = ROOT / "docs" / "gpu_results.md"
-LARGEST = {1: 15 << 20, 2: 60 << 20}  # bytes to carry
+LARGEST = {1: 15 << 20, 2: 60 << 20, 3: 60 << 20}  # bytes to carry
 LIMIT, RESERVE, MISSING = 300, 30, 77  # seconds of a call, and left at its end; exit status: something is not here
 AHEAD = 3  # checks after the present one whose processes import already
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 TE = "2.20.2"
+LONGEST = 40  # rows of a check that the page has in full, of others the first and the last two
+PREDICTORS = ("plan and floors", "rehearse", "on a CPU")
 SMALL_WHEELS = ("megatron-core==0.16.1", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types")
 SMALL_WHEELS += ("typing-inspection", "psutil")
 WHEELS = {
     1: (*SMALL_WHEELS, "pillow", "cloudpickle"),
     2: (*SMALL_WHEELS, f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "einops", "nvdlfw-inspect")
     + ("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "protobuf", "importlib-metadata", "lazy-importer", "zipp"),
+    3: (*SMALL_WHEELS, "cloudpickle"),
 }
 UNUSED = {"nvidia-cudnn-frontend"}  # 11 MiB, of fused operators that megatron-core does not ask for
 # of the environment in which Transformer Engine's extension for torch is compiled, once
@@ -152,6 +158,11 @@ def pack(number: int, folder: Path, wheels: bool = True) -> int:
         for wheel in (folder / "wheels").glob("transformer_engine_cu*.whl"):
             cut(wheel)
         shutil.copy(compiled(), folder / "wheels")
+    if wheels and number == 3:
+        whole = PACKED / "vllm"
+        whole.mkdir(exist_ok=True)
+        download(whole, (f"vllm=={gpu_vllm.VLLM}", *gpu_vllm.NEEDED))
+        gpu_vllm.pack(whole, folder / "wheels", cut_library)
     if lacking := needed(folder / "wheels"):
         raise SystemExit(f"the wheels of call {number} need {', '.join(sorted(lacking))} too: add them to WHEELS")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -216,37 +227,38 @@ def compiled() -> Path:
     return next(folder.glob("*.whl"))
 
 
-def cut(wheel: Path, keep: int = 90) -> None:
-    """Write the wheel again with zeros in place of the code of other chips, which then takes no room. A library's
-    headers of fat binaries stay, so that the driver finds the chip's code where it was."""
+def cut(wheel: Path) -> None:
+    """Write the wheel again with zeros in place of the code of other chips, which then takes no room."""
     with (
         zipfile.ZipFile(wheel) as old,
         zipfile.ZipFile(f"{wheel}.cut", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
     ):
         for item in old.infolist():
-            data = bytearray(old.read(item))
-            if ".so" in item.filename:
-                for begin, end in other_code(data, keep):
-                    data[begin:end] = bytes(end - begin)
-            new.writestr(item.filename, bytes(data))
+            data = old.read(item)
+            new.writestr(item.filename, cut_library(data) if ".so" in item.filename else data)
     Path(f"{wheel}.cut").replace(wheel)
 
 
-def other_code(data: bytes, keep: int) -> Iterator[tuple[int, int]]:
-    """Yield where a library's fat binaries have code that is not of the chip sm_`keep`, PTX included.
+def cut_library(library: bytes, keep: int = 90, newer: int = 120) -> bytes:
+    """Zeros in place of the code in a library's fat binaries that is not of the chip sm_`keep`, PTX included. Headers
+    stay, so that the driver finds the chip's code where it was; those of PTX then name a `newer` chip, so that no
+    driver compiles the zeros.
 
     A fat binary is a header of 16 bytes (its last 8 are the size of what follows) and entries: u16 kind (1 PTX, 2 ELF),
     u16, u32 size of the entry's header, u64 size of the code, 12 bytes, u32 chip."""
-    magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    data, magic = bytearray(library), struct.pack("<IHH", 0xBA55ED50, 1, 16)
     at = data.find(magic)
     while at >= 0:
         here, end = at + 16, at + 16 + struct.unpack_from("<Q", data, at + 8)[0]
         while here < end:
             kind, _, header, size = struct.unpack_from("<HHIQ", data, here)
             if (kind, struct.unpack_from("<I", data, here + 28)[0]) != (2, keep):
-                yield here + header, here + header + size
+                data[here + header : here + header + size] = bytes(size)
+                if kind == 1:
+                    struct.pack_into("<I", data, here + 28, newer)
             here += header + size
         at = data.find(magic, end)
+    return bytes(data)
 
 
 # ---- there
@@ -256,9 +268,11 @@ def install(state: Path, wheels: list[Path]) -> dict[str, str]:
     """Install the wheels into a folder of the call. Returns the environment of the checks."""
     paths = [str(state / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    sys.path.append(str(state / "site"))  # where `can_run` looks
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without it every process compiles all that it imports
-    if wheels:
+    gpu_vllm.unpack([path for path in wheels if path.suffix == ".xz"], state / "site")
+    if wheels := [path for path in wheels if path.suffix == ".whl"]:
         options = ["--no-index", "--no-deps", "--no-compile", "--target", str(state / "site")]
         done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)], timeout=60)
         code = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(state / "site"), str(ROOT)]
@@ -390,7 +404,8 @@ def gpu() -> str:
 
 def versions(state: Path) -> str:
     paths = [str(state / "site"), *sys.path]
-    found = {d.metadata["Name"].lower(): d.version for d in reversed([*importlib.metadata.distributions(path=paths)])}
+    there = reversed([*importlib.metadata.distributions(path=paths)])
+    found = {str(canonicalize_name(each.metadata["Name"])): each.version for each in there}
     return f"Python {sys.version.split()[0]}, " + ", ".join(f"{n} {found[n]}" for n in NAMES if n in found)
 
 
@@ -414,10 +429,17 @@ def report(results: Path, page: Path, predicted: Path = PREDICTED) -> None:
         lines[-1] += f"{record['status']}, {record['seconds']} s."
         chip = next((name for name in ("H100", "H200") if name in record["device"]), "")
         beside = [tables.get(name, {}).get(check, {}) for name in (chip, f"{chip} rehearsed", "CPU")]
-        if record["rows"]:
-            lines += ["", "| what | measured | plan and floors | rehearse | on a CPU | beside |", "|" + " --- |" * 6]
-        for what, found, near in record["rows"]:
-            lines.append(f"| {what} | {found} | {' | '.join(table.get(what, '') for table in beside)} | {near} |")
+        found = record["rows"] if len(record["rows"]) <= LONGEST else record["rows"][:2] + record["rows"][-2:]
+        shown = [table for table in beside if any(what in table for what, *_ in found)]
+        names = [PREDICTORS[beside.index(table)] for table in shown]
+        if found:
+            lines += [
+                "",
+                f"| {' | '.join(('what', 'measured', *names, 'beside'))} |",
+                "|" + " --- |" * (3 + len(shown)),
+            ]
+        for what, value, near in found:
+            lines.append(f"| {' | '.join((what, value, *(table.get(what, '') for table in shown), near))} |")
         lines.append("")
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
@@ -437,12 +459,14 @@ def keep_cpu(results: Path, predicted: Path = PREDICTED) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a GPU shows in calls of five minutes.")
     parser.add_argument("what", choices=("pack", "call", "report", "keep-cpu"))
-    parser.add_argument("number", nargs="*", type=int, choices=(1, 2, 3), help="of pack (1, 2) and call")
+    parser.add_argument("number", nargs="*", type=int, help="of pack and call: 1, 2, 3")
     parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--state", type=Path, help="of call: a folder that is kept, with models that later calls need")
     parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
     args = parser.parse_args()
+    if unknown := set(args.number) - set(WHEELS if args.what == "pack" else CALLS):
+        parser.error(f"there is no call {min(unknown)} to {args.what}")
     if args.what == "pack":
         for number in args.number:
             pack(number, PACKED / str(number))
@@ -452,7 +476,8 @@ def main() -> None:
             checks = tuple(check for check in CALLS[number] if any(o in check.name for o in args.only))
             limit = args.limit or (LIMIT if number < 3 else sum(check.budget for check in checks) + RESERVE)
             folder = ROOT / "wheels" if (ROOT / "wheels").is_dir() else PACKED / str(number) / "wheels"
-            passed &= call(checks, args.results, limit, sorted(folder.glob("*.whl")) if number < 3 else [], args.state)
+            packed = [*sorted(folder.glob("*.whl")), *sorted(folder.glob("*.xz"))]
+            passed &= call(checks, args.results, limit, packed, args.state)
         sys.exit(not passed)
     else:
         report(args.results, PAGE) if args.what == "report" else keep_cpu(args.results)
