@@ -268,7 +268,9 @@ class Source(Section):
     def _check(self):
         _check_template(self.prompt_template)
         if self.adapter:
-            self._check_adapter(self.adapter)
+            if self.adapter not in datasets.DATASETS:
+                raise at("adapter", f"there is no adapter {self.adapter!r}.{hint(self.adapter, datasets.DATASETS)}")
+            self.unused(True, f"with an adapter: {self.adapter} knows its fields", "prompt_field", "answer_field")
         if self.path.startswith(datasets.HUB) and not datasets.HUB_NAME.fullmatch(self.path):
             raise at("path", f"{self.path!r} is no hub name, hub:organisation/name or hub:organisation/name@revision")
         if self.path in datasets.DATASETS:
@@ -291,11 +293,6 @@ class Source(Section):
             return datasets.split_parts(self.split) if self.split else [("", None)]
         except ValueError as error:
             raise at("split", str(error)) from None
-
-    def _check_adapter(self, adapter: str):
-        if adapter not in datasets.DATASETS:
-            raise at("adapter", f"there is no adapter {adapter!r}.{hint(adapter, datasets.DATASETS)}")
-        self.unused(True, f"with an adapter: {adapter} knows its fields", "prompt_field", "answer_field")
 
     @property
     def on_hub(self) -> bool:

@@ -94,19 +94,15 @@ def schemas(environment: AnyEnvironment) -> tuple[dict[str, Any], ...]:
         ConfigError: a function lacks a type or a description; or what runs programs is not there.
     """
     if isinstance(environment, Program):
-        _check_program(environment.command[0])
+        if not importlib.util.find_spec("aiohttp"):
+            raise ConfigError("environment.kind: aiohttp is not installed: pip install 'megatron-rft[agents]'")
+        if shutil.which(absolute(program := environment.command[0])) is None:
+            raise ConfigError(f"environment.command: there is no program {program} (looked for in PATH)")
     if isinstance(environment, Python):
         return (_schema(python, "python"),)
     if isinstance(environment, Tools):
         return tuple(_schema(user_code.load(named, OPTION), named) for named in environment.functions)
     return ()
-
-
-def _check_program(command: str) -> None:
-    if not importlib.util.find_spec("aiohttp"):
-        raise ConfigError("environment.kind: aiohttp is not installed: pip install 'megatron-rft[agents]'")
-    if shutil.which(absolute(command)) is None:
-        raise ConfigError(f"environment.command: there is no program {command} (looked for in PATH)")
 
 
 def python(code: str):

@@ -29,17 +29,13 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """Return this node of the step."""
+    """Return this node of the step. Address and port are those that the user has set, else from what Slurm says."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
     if nodes == 1:
         return Node()
-    return Node(int(environment["SLURM_NODEID"]), nodes, *main_rank(environment))
-
-
-def main_rank(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the address and the port of rank 0: those that the user has set, else from what Slurm says."""
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
-    return address, int(environment.get("MASTER_PORT") or port(environment))
+    given = environment.get("MASTER_PORT") or port(environment)
+    return Node(int(environment["SLURM_NODEID"]), nodes, address, int(given))
 
 
 def clear_hook_variables(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -4,7 +4,6 @@ Gradients are dropped, for every step begins with zeros; the optimizer's state i
 Tensors stay what they are: their storages are empty meanwhile, and then hold the same bits again.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +28,9 @@ class TrainingState:
         storages = self._optimizer_storages()
         self.copies = {storage._cdata: seams.now.save(storage, self.copies.get(storage._cdata)) for storage in storages}
         self.away = [(storage, storage.nbytes(), self.copies[storage._cdata]) for storage in storages]
-        self.away += [(storage, storage.nbytes(), None) for storage in self._gradient_storages()]
+        buffers = [each for chunk in self.chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
+        gradients = [buffer.grad_data.untyped_storage() for buffer in buffers]
+        self.away += [(storage, storage.nbytes(), None) for storage in gradients]
         if any(storage.device.type == "cuda" for storage, *_ in self.away):
             torch.cuda.synchronize()
         for storage, *_ in self.away:
@@ -39,11 +40,6 @@ class TrainingState:
         for storage, size, copy in self.away:
             seams.now.refill(storage, size, copy)
         self.away = []
-
-    def _gradient_storages(self) -> Iterator[UntypedStorage]:
-        for chunk in self.chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                yield buffer.grad_data.untyped_storage()
 
     def _optimizer_storages(self) -> list[UntypedStorage]:
         """Of the fp32 parameters and of all sets of moments. In fp32 those parameters are the model's own, which stay;

@@ -102,17 +102,14 @@ class Shards:
                     if writes:
                         span = slice(low - start, low - start + found.stop - found.start)
                         self.ranges.append({"set": name} | asdict(found))
-                        self.values.append({k: _on_host(state[k].detach().view(-1)[span]) for k in NAMES})
+                        flat = {k: state[k].detach().view(-1)[span] for k in NAMES}
+                        self.values.append({k: value.float().to("cpu", copy=True) for k, value in flat.items()})
 
     def write(self, path: Path) -> None:
         tensors = {f"{i}/{name}": value for i, each in enumerate(self.values) for name, value in each.items()}
         new = path.with_suffix(".new")
         save_file(tensors, new, {RANGES: json.dumps(self.ranges)})
         new.replace(path)
-
-
-def _on_host(values: Tensor) -> Tensor:
-    return values.float().to("cpu", copy=True)
 
 
 def index(folder: Path) -> list[tuple[str, int, dict]]:

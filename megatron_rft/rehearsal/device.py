@@ -69,7 +69,8 @@ class FakeDevice(TorchDispatchMode):
             return self._collective(func, args)
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
-        if any(is_fake(x, "cuda") for x in tensors) and self._to_host(func, args, target):
+        to_host = target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu")
+        if to_host and any(is_fake(x, "cuda") for x in tensors):
             return self._copy_to_host(func, args, kwargs)
         return self._on_device(func, args, kwargs, tensors, target)
 
@@ -89,10 +90,6 @@ class FakeDevice(TorchDispatchMode):
         self.ledger.wait("item")
         shadow = self.shadows.get(x)
         return shadow.item() if shadow is not None else torch.ones((), dtype=x.dtype).item()
-
-    @staticmethod
-    def _to_host(func: Any, args: tuple, target: str | None) -> bool:
-        return target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu")
 
     def _copy_to_host(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         into = args[0] if func is aten.copy_.default else None
@@ -206,7 +203,7 @@ class FakeDevice(TorchDispatchMode):
         if entry is None:
             category = self.ledger.category_now()
             entry = self.storages[storage] = [memory, category, 0]
-            weakref.finalize(storage, _freed, entry)
+            weakref.finalize(storage, lambda freed: freed[0].add(freed[1], -freed[2]), entry)
         memory.add(entry[1], size - entry[2])
         entry[2] = size
 
@@ -245,10 +242,6 @@ class FakeDevice(TorchDispatchMode):
                 self.shadows[out] = own.flatten().repeat(out.numel() // own.numel()).view(out.shape)
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
-
-
-def _freed(entry: list) -> None:
-    entry[0].add(entry[1], -entry[2])
 
 
 def _bytes(x: Any) -> int:

@@ -31,12 +31,8 @@ def rehearse(ledger: Ledger, mode: FakeDevice, models: Models) -> None:
             _save(checkpoints.Checkpointer(Path(folder), models.trained, averages=models.averages))
         if parallel.rank() == 0:  # the other ranks send their weights, as they do to an engine
             with ledger.during("export"), ledger.holding("buckets"):
-                actor = models.actor
-                weights.save_folder(actor.stream(), Path(folder, "export"), actor.hf_config, save=_touch)
-
-
-def _touch(_: Any, path: Path, **__: Any) -> None:
-    path.touch()
+                actor, out = models.actor, Path(folder, "export")
+                weights.save_folder(actor.stream(), out, actor.hf_config, save=lambda _, path, **__: path.touch())
 
 
 def _install() -> None:

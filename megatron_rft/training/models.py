@@ -108,7 +108,9 @@ class Models:
             logprobs = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
             batch = batch.with_tokens(refined_logprobs=on_response_tokens(logprobs, batch))
         if "teacher_logprobs" in missing:
-            batch = batch.with_tokens(teacher_logprobs=self._teacher_logprobs(batch))
+            with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
+                logprobs = self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
+            batch = batch.with_tokens(teacher_logprobs=logprobs)
         if self.critic:
             batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
         return batch
@@ -126,10 +128,6 @@ class Models:
         """[R] log-probs of the response tokens under the reference."""
         with self.actor.use_weights(self.reference):
             return self.actor.outputs(batch, LOGPROBS)["logprobs"]
-
-    def _teacher_logprobs(self, batch: Batch) -> Tensor:
-        with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
-            return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
         """The second distribution that `update` compares with."""

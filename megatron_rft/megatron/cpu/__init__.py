@@ -19,8 +19,7 @@ def install() -> None:
         without_cuda.redirect()
         optimizer.install_collectives()
         _lean_layers()
-    _router_without_transformer_engine()
-    _latent_attention_without_transformer_engine()
+    _without_transformer_engine()
     optimizer.install_adam()
 
 
@@ -41,17 +40,12 @@ def _lean_layers() -> None:
     rope_utils._apply_rotary_pos_emb_bshd = rotary
 
 
-def _router_without_transformer_engine() -> None:
-    """Define a name whose absence raises NameError in megatron-core 0.16.1's router without Transformer Engine."""
+def _without_transformer_engine() -> None:
+    """Correct megatron-core 0.16.1 without Transformer Engine: define a name whose absence raises NameError in its
+    router; and a flag, because its import of TELinear succeeds, and then isinstance fails, as that is no class."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
-
-
-def _latent_attention_without_transformer_engine() -> None:
-    """Correct megatron-core 0.16.1's flag: without Transformer Engine its import of TELinear succeeds, and then
-    isinstance fails, because that is no class."""
-    from megatron.core.transformer import multi_latent_attention
-
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False

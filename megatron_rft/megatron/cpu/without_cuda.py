@@ -61,10 +61,6 @@ def _on_cpu(factory):
     return call
 
 
-def _cuda(tensor, *args, **kwargs):
-    return tensor
-
-
 def _type(tensor, *args, plain=torch.Tensor.type, **kwargs):
     name = plain(tensor, *args, **kwargs)  # megatron-core's optimizers compare it with 'torch.cuda.FloatTensor'
     return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
@@ -72,7 +68,7 @@ def _type(tensor, *args, plain=torch.Tensor.type, **kwargs):
 
 def redirect() -> None:
     """Let megatron-core's modules compute on the CPU."""
-    torch.Tensor.cuda, torch.Tensor.type = _cuda, _type
+    torch.Tensor.cuda, torch.Tensor.type = lambda tensor, *args, **kwargs: tensor, _type
     compiler, torch.compile = torch.compile, lambda function: function  # nothing is compiled on the CPU
     for name in USED:
         importlib.import_module(f"megatron.core.{name}")

@@ -25,12 +25,6 @@ COINS |= {"jpy": "yen", "₹": "rupee", "inr": "rupee", "rs": "rupee"}
 RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 COIN = re.compile(r"\bUS\$|\bUSD\b|(?P<coin>[€£¥₹]|\b(?:EUR|GBP|RMB|CNY|JPY|INR)\b|\bRs\b\.?)")
 MONEY = re.compile(rf"(?:\bUS\s*)?\\\$|{COIN.pattern}|(?:\A|(?<=\s))[$](?=\s*[\d.])")
-
-
-def _unit(found: re.Match) -> str:
-    return found[1] + {"h": "hour}", "s": "second}"}[found[2]]
-
-
 REWRITTEN = [  # of the text, before it is cut
     (re.compile(pattern), new)
     for pattern, new in (
@@ -45,7 +39,10 @@ REWRITTEN = [  # of the text, before it is cut
         (r"\A((?:\\left\s*)?[\[(][^][()&]*[\])])\s*\^\s*\{?\s*(?:T|\\top|\\mathsf\{T\})\s*\}?\Z", r"\1"),
         (r"\bC\(([^(),]+),([^(),]+)\)", r"\\binom{\1}{\2}"),
         (r"(?:\{\})?[_^]\{?(\w+)\}?\s*C_\{?(\w+)\}?", r"\\binom{\1}{\2}"),
-        (r"(\d\s*\\(?:text|mathrm)\s*\{[\s~]*)([hs])[\s.]*\}(?!\s*[\^/])", _unit),
+        (
+            r"(\d\s*\\(?:text|mathrm)\s*\{[\s~]*)([hs])[\s.]*\}(?!\s*[\^/])",
+            lambda found: found[1] + {"h": "hour}", "s": "second}"}[found[2]],
+        ),
         (r"(?<!\\)\bmins?\b(?!\}?\s*(?:[({_]|\\left|\\\{))", "minute"),
         (r"\bper\s?cent\b", r"\\%"),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
