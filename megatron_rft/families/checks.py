@@ -1,6 +1,7 @@
 """What a model's configuration may not say, because megatron-core's model would silently compute something else."""
 
 import json
+import re
 from typing import Any
 
 from megatron_rft.families.shapes import experts, first, head_dim
@@ -19,6 +20,8 @@ READ_BY = {  # options, and the families whose own code reads them
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# of embeddings, residuals, scores or logits: no family here reads one
+MULTIPLIER = re.compile(r"\w+_(multiplier|scaling|scale)|scale_(emb|depth)")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
 
 
@@ -67,11 +70,13 @@ def _unread(c: Any) -> list[str]:
         "norm_topk_prob": True,
         "partial_rotary_factor": 1.0,
     }
+    numbers = (name for name, value in vars(c).items() if isinstance(value, float | int))
+    computed |= {name: 1 for name in numbers if MULTIPLIER.fullmatch(name)}
     said = {name: first(c, name) for name in computed} | {"partial_rotary_factor": rope(c)["partial_rotary_factor"]}
     return [
         f"{name}: {json.dumps(value)}, which the code of {c.model_type} models does not read: leave it out"
         for name, value in said.items()
-        if value not in (None, computed[name]) and c.model_type not in READ_BY[name]
+        if value not in (None, computed[name]) and c.model_type not in READ_BY.get(name, ())
     ]
 
 

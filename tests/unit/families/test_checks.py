@@ -56,6 +56,8 @@ def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tm
         ("olmo3", "sliding_window", None, "without sliding_window"),
         ("olmo3", "rope_parameters", {"sliding_attention": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha"),
+        ("mistral", "logits_scaling", 8.0, "logits_scaling: 8.0, which the code of mistral models does not read"),
+        ("glm4_moe", "residual_multiplier", 0.22, "residual_multiplier: 0.22"),
         ("gpt_oss", "sliding_window", None, "without sliding_window"),
         ("qwen2_5_vl", "rope_parameters", {"mrope_section": [1, 2, 2]}, "mrope_section .1, 2, 2. with heads of 8"),
         ("qwen2_5_vl", "rope_parameters", {"mrope_section": [1, 2, 1], "mrope_interleaved": True}, "does not read"),
@@ -69,6 +71,10 @@ def test_what_cannot_be_represented_is_refused(tmp_path, family, field, value, w
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=words):
         read_shape(tmp_path)
+
+
+def test_a_multiplier_of_one_is_none():
+    assert why_unsupported(SimpleNamespace(**FAMILIES["mistral"].to_dict() | {"embedding_multiplier": 1.0})) == ""
 
 
 def test_an_option_that_the_familys_code_does_not_read_is_refused():
