@@ -101,11 +101,17 @@ def check(
         ),
         f"algorithm: {_given(recipe.algorithm)}",
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
-        f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
+        f"reward: {_reward_line(recipe)}",
         *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
+
+
+def _reward_line(recipe: Recipe) -> str:
+    if score := getattr(recipe.environment, "score", None):
+        return f"environment.score, {score}"
+    return " + ".join(dict.fromkeys(each.kind for each in recipe.reward.everything()))
 
 
 def _given(section: Algorithm) -> str:

@@ -64,6 +64,7 @@ PARTS = {
 def test_beside_another_feature(tmp_path, name):
     status, output = train(write(tmp_path, **PARTS[name]))
     assert status == 0, output[-3000:]
+    assert f"reward: environment.score, {AGENT}:grade" in output
     last = check(tmp_path)[-1]
     if name in ("plain", "truncated", "process", "ppo"):
         assert abs(last["mismatch/kl"]) < 1e-6, "the trainer's log-probs are the engine's"

@@ -194,8 +194,7 @@ class Decoder:
         if ids.shape[1] == 1 and self.takes_bias:  # transformers would make a mask anew for each
             bias = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))
             mask = bias[:, None, None]  # [L, 1, 1, S]
-        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, **options).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden[:, -1])
+        logits = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **options).logits[:, -1]
         if self.never:
             logits[:, list(self.never)] = float("-inf")
         return logits
