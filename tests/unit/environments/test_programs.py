@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -353,7 +354,7 @@ def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
     assert calls == [1, 1, 1] and len(turns_of(response)) == 3, response.score
 
 
-def test_openais_client(play, chat_engine, tokenizer, tmp_path):
+def test_openais_client(play, chat_engine, tokenizer):
     pytest.importorskip("openai")
     (response,) = only(play("openai_client", chat_engine), tokenizer)
     assert response.score is None and len(response.turns) == 4 and not response.segments, response.score
@@ -361,7 +362,8 @@ def test_openais_client(play, chat_engine, tokenizer, tmp_path):
 
 def said(options, template, problem, texts, longest=2000):
     """The episode in which the policy says these texts."""
-    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, tmp_path / "never")
+    log = Path(tempfile.mkdtemp(), "never")
+    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, log)
     named = (options.name, options.max_turns, options.turn_tokens)
     with contextlib.closing(Programs(None, processes, template, str, *named, options=options)) as player:
         return scripted(player, [(problem, texts)], longest)
