@@ -9,7 +9,7 @@ from tests.integration.tiny import metrics, train, write_recipe
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.alone])])
 def test_trainer_and_engine_agree_on_sampled_tokens(tmp_path, workers):
     """The trainer's log-probs of the engine's tokens equal the engine's, temperature included, and the policy stays the
     reference. Two ranks split the model and have one engine each, or one together."""

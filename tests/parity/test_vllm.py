@@ -26,6 +26,7 @@ if EVERYTHING:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.parametrize("engines", [INSIDE, OUTSIDE], ids=["inside", "outside"])
 def test_equal_to_transformers_after_every_sync(engines, tmp_path):

@@ -83,6 +83,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
     server = LocalServer(CONFIG, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
