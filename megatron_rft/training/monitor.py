@@ -78,6 +78,13 @@ ALARMS = (
         f"{PAGE}, The reward does not rise",
     ),
     Alarm(
+        "response/finished",
+        lambda step, _: step["response/finished"] == 0,
+        "no response ends: rollout.max_response_tokens, or environment.turn_tokens, cuts all of them off "
+        "(response/finished)",
+        f"{PAGE}, The reward does not rise",
+    ),
+    Alarm(
         "reward/group_std",  # absent where a group is one response, which always agrees with itself
         lambda step, _: step.get("reward/all_right_groups", 0.0) + step.get("reward/all_wrong_groups", 0.0) >= 1 - 1e-9,
         "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "

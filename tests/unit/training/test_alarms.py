@@ -32,6 +32,7 @@ ALIKE = {"mismatch/kl": 1e-4, "mismatch/share": 0.02, "mismatch/max": 3.0}
 FAILURES = {
     "the entropy has collapsed": {"policy/entropy": 0.05},
     "the responses explode": {"response/length_mean": 50.0, "response/finished": 0.2},
+    "no response ends": {"response/finished": 0.0},
     "in every group": {"reward/all_right_groups": 0.75, "reward/all_wrong_groups": 0.25},
     "far from the reference": {"policy/kl": 1.5},
     "PIPO has suppressed": {"pipo/suppressed": 1.0},
