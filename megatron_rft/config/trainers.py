@@ -72,7 +72,12 @@ class OnlineRecipe(Recipe, trainer="rl"):
         if self.model.reference and not (measured or algorithm.uses_reference):
             raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or missing")
         if not algorithm.of_user:  # training/user_algorithm.py checks a user's class
-            self._check_critic()
+            name, needed = algorithm.name, algorithm.needs_critic
+            if self.critic and not needed:
+                raise at("critic", f"does nothing with algorithm {name}, which has no value model: set it to null")
+            if needed and not self.critic:
+                how = "Give at least critic.lr, e.g. 1e-5"
+                raise at("critic", f"is missing: {name} trains a separate value model. {how}")
         if self.critic and self.critic.warmup_steps >= self.run.steps:
             raise at(
                 "critic.warmup_steps",
@@ -102,14 +107,6 @@ class OnlineRecipe(Recipe, trainer="rl"):
             raise at("reward.kind", f"none: {name} learns from rewards")
         why = "with reward.kind none: nothing grades the responses"
         self.data.unused(self.reward.kind == "none", why, "validation", "test", place="data.")
-
-    def _check_critic(self):
-        name, needed = self.algorithm.name, self.algorithm.needs_critic
-        if self.critic and not needed:
-            raise at("critic", f"does nothing with algorithm {name}, which has no value model: set it to null")
-        if needed and not self.critic:
-            how = "Give at least critic.lr, e.g. 1e-5"
-            raise at("critic", f"is missing: {name} trains a separate value model. {how}")
 
     def _check_constraint(self):
         constraint = self.constraint

@@ -230,7 +230,11 @@ class FolderWriter:
         if self.pending:
             self._flush()
         self._name_shards()
-        self._config(hf_config).save_pretrained(self.partial)
+        config, architecture = whole_config(hf_config), family_of(hf_config).architecture
+        if any("score.weight" in names for names in self.shards):  # a critic
+            architecture, config.num_labels = architecture.replace("CausalLM", "SequenceClassification"), 1
+        config.architectures, config.dtype = [architecture], self.dtype
+        config.save_pretrained(self.partial)
         copy_companions(tokenizer_folder, self.partial)
         old = self.path.with_name(f".{self.path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -256,10 +260,3 @@ class FolderWriter:
             weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-    def _config(self, hf_config: Any) -> Any:
-        config, architecture = whole_config(hf_config), family_of(hf_config).architecture
-        if any("score.weight" in names for names in self.shards):  # a critic
-            architecture, config.num_labels = architecture.replace("CausalLM", "SequenceClassification"), 1
-        config.architectures, config.dtype = [architecture], self.dtype
-        return config

@@ -175,7 +175,10 @@ class EngineProcess(Member):
             except queue.Empty:
                 last = max(begun, self._last_progress)
                 if time.monotonic() - last > timeout_s:
-                    raise self._hung(timeout_s) from None
+                    silent = time.monotonic() - self._last_message > timeout_s / 2
+                    self._kill()
+                    what = "is silent" if silent else "gets nothing done"
+                    raise EngineLost(f"{self.name} {what} for {timeout_s:g} s") from None
                 continue
             if message is None:
                 messages.put(None)
@@ -216,12 +219,6 @@ class EngineProcess(Member):
                 return EngineLost(f"{self.name} closed its connection")
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return EngineLost(f"{self.name} {how}")
-
-    def _hung(self, timeout_s: float) -> EngineLost:
-        silent = time.monotonic() - self._last_message
-        what = "is silent" if silent > timeout_s / 2 else "gets nothing done"
-        self._kill()
-        return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
 
     def _kill(self) -> None:
         """Kill the whole session of the process, since an engine may have workers."""

@@ -96,7 +96,7 @@ class Watch:
         self._since: dict[int, float] = {}  # rank -> when it was last seen to move
         self._positions: dict[int, Position] = {}
         self._looked = self._written = -1e9
-        self._still = False  # whether all ranks of this node stand still
+        self._still = False  # whether all ranks of this node stand still for longer than their phases' limits
         self.hung: Diagnosis | None = None
         folder.mkdir(parents=True, exist_ok=True)
         # What an earlier start has left: other nodes would take it for this one's.
@@ -110,29 +110,22 @@ class Watch:
             return self.hung
         self._looked = now
         for rank in numbers:
-            self._see(rank, now)
-        self._still = self._hangs(now)
+            position, before = read(position_file(self.folder, rank), rank), self._positions.get(rank)
+            if position is None or (before and position.moves == before.moves):
+                continue
+            if before:
+                self.pauses.note(before.phase, now - self._since[rank])
+            self._since[rank], self._positions[rank] = now, position
+        self._still = bool(self._positions) and all(
+            now - self._since[rank] > self.pauses.limit(position.phase, position.step)
+            for rank, position in self._positions.items()
+        )
         if self._still or now - self._written > WRITE_S:
             self._written = now
             self._write()
         if self._still and self._others_hang():
             self.hung = self._explain()
         return self.hung
-
-    def _see(self, rank: int, now: float) -> None:
-        position, before = read(position_file(self.folder, rank), rank), self._positions.get(rank)
-        if position is None or (before and position.moves == before.moves):
-            return
-        if before:
-            self.pauses.note(before.phase, now - self._since[rank])
-        self._since[rank], self._positions[rank] = now, position
-
-    def _hangs(self, now: float) -> bool:
-        """Whether every rank of this node is still for longer than its phase's limit."""
-        return bool(self._positions) and all(
-            now - self._since[rank] > self.pauses.limit(position.phase, position.step)
-            for rank, position in self._positions.items()
-        )
 
     def _states(self) -> list[RankState]:
         now = self.clock()

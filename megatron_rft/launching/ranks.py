@@ -132,7 +132,13 @@ def launch(
             status = _conclude_hang(watch, output_dir, job)
         else:
             status = _conclude(ranks, stopped, output_dir, elsewhere)
-        return status if job is None else _conclude_job(job, status)
+        if job is not None:
+            status, message = job.conclude(status)
+            if message:
+                print(f"error: {message}", file=sys.stderr)
+            for number in STOP_SIGNALS:  # Slurm signals all nodes after the first nonzero status; keep this node's
+                signal.signal(number, signal.SIG_IGN)
+        return status
 
 
 def _watch(ranks: list[Rank], job: Job | None, watch: Watch) -> str | None:
@@ -164,15 +170,6 @@ def _conclude_hang(watch: Watch, output_dir: str, job: Job | None) -> int:
     if job is not None and watch.node.index == 0 and len(hosts) == 1:
         job.note_hang(*hosts)
     return FAILED
-
-
-def _conclude_job(job: Job, status: int) -> int:
-    status, message = job.conclude(status)
-    if message:
-        print(f"error: {message}", file=sys.stderr)
-    for number in STOP_SIGNALS:  # Slurm signals all nodes after the first nonzero status; keep this node's status
-        signal.signal(number, signal.SIG_IGN)
-    return status
 
 
 def _environment(nproc: int, node: Node, port: int, temporary: Path) -> dict[str, str]:

@@ -133,14 +133,18 @@ def _architecture(c: Any) -> dict[str, Any]:
     if experts(c):
         options |= _experts(c)
     if family.windows:
-        options |= _windows(c)
+        options["window_size"] = (c.sliding_window - 1, 0) if c.sliding_window else None
+        options["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in c.layer_types]
     if family.sinks:
         options |= _sinks(c)
     if family.gemma:
         gelu = partial(F.gelu, approximate="tanh")
         options |= {"activation_func": gelu, "bias_activation_fusion": False}
     if family.gated:
-        options |= _delta_nets(c)
+        names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
+        options |= {f"linear_{name}": getattr(c, f"linear_{name}") for name in names}
+        options["linear_attention_freq"] = [int(is_delta(c, i)) for i in range(c.num_hidden_layers)]
+        options |= {"attention_output_gate": True, "moe_shared_expert_gate": bool(experts(c))}
     if family.tower:  # Transformer Engine's kernel would begin at position 0 in each packed sequence
         options["apply_rope_fusion"] = False
     return options | (_latent(c) if family.latent else {})
@@ -171,22 +175,6 @@ def _experts(c: Any) -> dict[str, Any]:
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": c.topk_group if groups > 1 else None,
         "moe_router_topk_scaling_factor": first(c, "routed_scaling_factor"),
-    }
-
-
-def _delta_nets(c: Any) -> dict[str, Any]:
-    names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
-    return {f"linear_{name}": getattr(c, f"linear_{name}") for name in names} | {
-        "linear_attention_freq": [int(is_delta(c, i)) for i in range(c.num_hidden_layers)],
-        "attention_output_gate": True,
-        "moe_shared_expert_gate": bool(experts(c)),
-    }
-
-
-def _windows(c: Any) -> dict[str, Any]:
-    return {
-        "window_size": (c.sliding_window - 1, 0) if c.sliding_window else None,
-        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
     }
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from megatron_rft.config.constraint import DynamicOptions
@@ -200,12 +201,8 @@ def statistics(rollouts: list) -> dict[str, float]:
     }
     if refined:
         metrics |= {
-            "refined_reward": _mean([each.refined.score.reward for each in refined]),
-            "original_reward": _mean([each.score.reward for each in refined]),
-            "verbatim": _mean([each.refined.verbatim for each in refined]),
+            "refined_reward": fmean([each.refined.score.reward for each in refined]),
+            "original_reward": fmean([each.score.reward for each in refined]),
+            "verbatim": fmean([each.refined.verbatim for each in refined]),
         }
     return {f"constraint/{name}": float(value) for name, value in metrics.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -179,20 +179,17 @@ class VLLMEngine(Engine):
                 self.llm.abort_request(left)
 
     def add(self, requests: list[Request]) -> None:
+        from megatron_rft.inference.vllm import images
+
         room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
         check_requests(requests, self.sampling, self.max_model_len, room, self.config.vocab_size)
         self.answers |= {request.id: [None] * request.n for request in requests}
         for request in requests:
-            prompt = self._prompt(request)
+            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
+            if request.problem and request.problem.images_key >= 0:
+                prompt = images.prompt(request.prompt_ids, request.problem.images, self.config, self.dtype)
             for sample in range(request.n):
                 self._add(request, sample, prompt)
-
-    def _prompt(self, request: Request) -> Any:
-        from megatron_rft.inference.vllm import images
-
-        if request.problem and request.problem.images_key >= 0:
-            return images.prompt(request.prompt_ids, request.problem.images, self.config, self.dtype)
-        return {"prompt_token_ids": list(request.prompt_ids)}
 
     def agree(self, value: Any) -> Any:
         if self.ranks == 1:

@@ -324,17 +324,13 @@ class ServerEngine(Member):
             connection.close()
         if answer.status >= 500 and path in ("/health", PING, GENERATE):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}".rstrip())
-        if answer.status >= 500:
-            self._raise_if_dying()
+        if answer.status >= 500:  # raises EngineLost if the engine behind has died, which the server notices later
+            for _ in range(DYING_S):
+                self._text("GET", "/health")
+                time.sleep(1)
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
         return text
-
-    def _raise_if_dying(self) -> None:
-        """Raise EngineLost if the engine behind the server has died, which the server notices after some seconds."""
-        for _ in range(DYING_S):
-            self._text("GET", "/health")
-            time.sleep(1)
 
     def _hang_up(self) -> None:
         """Interrupt all open requests, and those that are about to be sent."""
