@@ -16,6 +16,7 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.rewards import RewardOptions
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
 from megatron_rft.config.trainers import Generation
 from megatron_rft.plan import host, lora, memory, model_shape, routes, teacher
@@ -101,17 +102,17 @@ def check(
         ),
         f"algorithm: {_given(recipe.algorithm)}",
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
-        f"reward: {_reward_line(recipe)}",
+        f"reward: {_reward_line(recipe.environment, recipe.reward)}",
         *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
 
 
-def _reward_line(recipe: Recipe) -> str:
-    if score := getattr(recipe.environment, "score", None):
+def _reward_line(environment: AnyEnvironment | None, reward: RewardOptions) -> str:
+    if score := getattr(environment, "score", None):
         return f"environment.score, {score}"
-    return " + ".join(dict.fromkeys(each.kind for each in recipe.reward.everything()))
+    return " + ".join(dict.fromkeys(each.kind for each in reward.everything()))
 
 
 def _given(section: Algorithm) -> str:
