@@ -9,7 +9,6 @@ where it sees a GPU), so that a planner could not make one parameter at a time, 
 
 import io
 import json
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from megatron_rft.conversion.mapping import GATE_AND_UP, LAYER, VOCABULARY, Mapp
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Location, locations
 from megatron_rft.families.shapes import canonical_shapes, experts, partition_dim
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.files import flush
 
 # Megatron's linear layers store a state of Transformer Engine beside the weight, and require it when they are loaded.
 WITH_STATE = re.compile(r"decoder\..*\.(linear_(?!q_down|kv_down)\w+|in_proj|out_proj)\.weight")
@@ -113,8 +113,7 @@ class MegatronWriter:
 
     def _finish(self) -> None:
         for path in self.folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(path)
         common = io.BytesIO()
         torch.save({"checkpoint_version": 3.0}, common)  # 3.0: q, k and v are interleaved by query group
         (self.folder / "common.pt").write_bytes(common.getvalue())

@@ -134,21 +134,16 @@ def declared_splits(names: Iterable[str], readme: Path, subset: str | None, sour
         if not (readme.is_file() and (metadata_load(readme) or {}).get("configs")):
             return {}
         with temporary_folder() as folder:
-            _mirror(names, readme, folder / "data")
+            for name in names:  # empty files: `datasets` decides as if the whole data set was here
+                (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / "data" / name).touch()
+            shutil.copy(readme, folder / "data" / README)
             return _splits(folder / "data", folder / "cache", subset)
     except Exception as error:  # of YAML, datasets, the file system
         raise DataError(
             f"{source}: the configurations of its {README} cannot be used ({first_line(error)}): choose by the option "
             "files which to read"
         ) from None
-
-
-def _mirror(names: Iterable[str], readme: Path, folder: Path) -> None:
-    """Empty files with these names: `datasets` decides as if the whole data set was here."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    shutil.copy(readme, folder / README)
 
 
 def _splits(folder: Path, cache: Path, subset: str | None) -> dict[str, list[str]]:

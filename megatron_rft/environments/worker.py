@@ -30,26 +30,24 @@ GIVEN = ("row", "folder", "status", "conversation")  # to environment.score
 CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}
 
 
-def maker(kind: str, **options: Any) -> Callable[[], Environment]:
+def maker(kind: str, **options: Any) -> Callable[[], Environment] | None:
     """A function that makes the environment of an episode; of a program the one that grades it. Raises ConfigError if
     its code is not there."""
     if kind == "own":
         return own_class(options["episode"])
     if kind == "program":
-        return options["score"] and score_function(options["score"])
+        if not (named := options["score"]):
+            return None
+        grade = user_code.load(named, "environment.score")
+        try:
+            inspect.signature(grade).bind(*GIVEN)
+        except TypeError:
+            raise ConfigError(f"environment.score: {named} must be a function ({', '.join(GIVEN)})") from None
+        return grade
     from megatron_rft.environments import tools
 
     made = getattr(tools, MADE_BY[kind])
     return partial(made, **made.shared(**options))
-
-
-def score_function(named: str) -> Any:
-    grade = user_code.load(named, "environment.score")
-    try:
-        inspect.signature(grade).bind(*GIVEN)
-    except TypeError:
-        raise ConfigError(f"environment.score: {named} must be a function ({', '.join(GIVEN)})") from None
-    return grade
 
 
 def own_class(named: str) -> type[Environment]:

@@ -155,7 +155,9 @@ class Watch:
         states = self._states()
         for index in range(self.node.count):
             if index != self.node.index and (other := read_json(self._node_file(index))):
-                states += ranks_of(other)
+                for each in other["ranks"]:  # JSON has made lists of tuples
+                    groups = {name: Collective(*last) for name, last in each["groups"].items()}
+                    states.append(RankState(**each | {"groups": groups}))
         diagnosis = diagnose(states)
         if self.node.index == 0:
             self._write_report(diagnosis, states)
@@ -209,14 +211,6 @@ def wait_until_written(stacks: list[Path]) -> None:
         if all(sizes) and sizes == before:
             return
         before = sizes
-
-
-def ranks_of(node: dict) -> list[RankState]:
-    """The ranks in a node's file, whose tuples have become lists."""
-    return [
-        RankState(**each | {"groups": {name: Collective(*last) for name, last in each["groups"].items()}})
-        for each in node["ranks"]
-    ]
 
 
 def descendants(pid: int) -> list[int]:

@@ -50,6 +50,7 @@ from megatron_rft.megatron.lora import sharded_state
 from megatron_rft.utils import checkpoint_files
 from megatron_rft.utils.checkpoint_files import PARTIAL, latest
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder_is_lost
+from megatron_rft.utils.files import flush
 from megatron_rft.utils.processes import die_with, without_stop_signals
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # only this format can change TP and PP
@@ -254,7 +255,8 @@ class Checkpointer:
             raise OSError(errno.ENOSPC, f"a rank could not write its part of the optimizer's state into {partial}")
         if dist.get_rank() == 0:
             checkpoint_files.join_digests(partial)
-            _sync_to_disk(partial)
+            for path in [*partial.rglob("*"), partial]:
+                flush(path)
             os.replace(partial, final)
             for old in checkpoint_files.complete(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
@@ -300,12 +302,3 @@ def _begin_manager(parent: int) -> None:
     only in the trainer, and crash."""
     gc.disable()
     die_with(parent)
-
-
-def _sync_to_disk(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -66,15 +66,11 @@ class Images:
             if key not in firsts:
                 firsts[key], count = count, count + len(mine)
             features[start + mine] = firsts[key] + torch.arange(len(mine))
-        rope += self._behind(cells, later, tokens)
-        return Placed(rope, features, [self.source.grids(key) for key in firsts], self._pixels(firsts))
-
-    def _behind(self, cells: Any, later: Tensor, tokens: Tensor) -> Tensor:
-        """[T] what the positions of responses are more than without images."""
         places, sequences = cells.fed
         if (tokens[places] == self.token).any():
             raise DataError(f"a response has the token {self.token} of an image, which has no image: leave it out")
-        return torch.zeros_like(tokens).index_copy(0, places, later[cells.groups[sequences]])
+        rope += torch.zeros_like(tokens).index_copy(0, places, later[cells.groups[sequences]])
+        return Placed(rope, features, [self.source.grids(key) for key in firsts], self._pixels(firsts))
 
     def _pixels(self, keys: dict[int, int]) -> Tensor | None:
         return torch.cat([self.source.pixels(key) for key in keys]) if self.first_stage else None

@@ -183,8 +183,7 @@ class Step:
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
 
         def new() -> Models:
-            sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
-            networks = build.Networks(self.hf_config, *sections, recipe.run.seed)
+            networks = build.Networks(self.hf_config, recipe)
             actor = networks.actor(1000, recipe.rollout.temperature)
             shared = actor, recipe.megatron, recipe.model.precision
             given = recipe.teaching and Teachers(recipe.teaching, self._teachers(), *shared)

@@ -52,15 +52,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _records(Path(path).read_bytes().splitlines(keepends=True))]
 
 
-def drop_from(path: Path, step: int) -> None:
-    """Keep only the complete lines of steps before `step`. The file is replaced atomically."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line, record in _records(lines) if record["step"] < step]
-    if len(kept) == len(lines):
-        return
-    write_atomically(path, b"".join(kept), sync=True)
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """[3, 4, 5, 9] -> "3-5, 9"."""
     groups = groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0])
@@ -78,8 +69,11 @@ class StepFile:
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            drop_from(self.path, resume_step)
+        if self.path.exists():  # keeps only the complete lines of steps before `resume_step`
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = [line for line, record in _records(lines) if record["step"] < resume_step]
+            if len(kept) < len(lines):
+                write_atomically(self.path, b"".join(kept), sync=True)
         self._file = self.path.open("a", encoding="utf-8")
         self.steps = {record["step"] for record in read_metrics(self.path)}  # at the start
         self.last_step = max(self.steps, default=-1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from megatron_rft.config import Batching, Evaluation, Megatron, Model, Optimizer, Rollout
+from megatron_rft.config import Evaluation, Model, Recipe, Rollout
 from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.plugins import Teaching
@@ -78,16 +78,11 @@ class Networks:
     """Builds the models to train, with the weights that training starts from."""
 
     hf_config: Any
-    model: Model
-    megatron: Megatron
-    batching: Batching
-    optimizer: Optimizer
-    lora: Lora | None
-    seed: int
+    recipe: Recipe
 
     def actor(self, total_steps: int, temperature: float, moments: tuple[str, ...] = ()) -> Actor:
         actor = self._empty(total_steps, {}, temperature=temperature, moments=moments)
-        load_start(actor, self.model, self.seed)
+        load_start(actor, self.recipe.model, self.recipe.run.seed)
         return actor
 
     def critic(self, options: Critic, total_steps: int, actor: Actor) -> Actor:
@@ -95,27 +90,28 @@ class Networks:
         follows the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or of
         critic.path."""
         own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
-        own["min_lr"] = self.optimizer.min_lr * (options.lr / self.optimizer.lr)
-        critic = self._empty(total_steps, own, value_head=True)
+        own["min_lr"] = self.recipe.optimizer.min_lr * (options.lr / self.recipe.optimizer.lr)
+        critic, model, seed = self._empty(total_steps, own, value_head=True), self.recipe.model, self.recipe.run.seed
         if options.path is None:
-            load_start(critic, self.model, self.seed)
+            load_start(critic, model, seed)
             adapters.share_base(critic, actor)
         else:
-            adapters.load_start(critic, self.model, self.seed)
+            adapters.load_start(critic, model, seed)
             critic.load(weights.open_folder(model_folder(options.path, "critic.path"), self.hf_config))
         return critic
 
     def _empty(self, total_steps: int, own: dict[str, Any], **options: Any) -> Actor:
         """`own`: other options of the optimizer."""
+        recipe = self.recipe
         return Actor(
             self.hf_config,
-            self.megatron,
-            self.batching,
-            self.model.precision,
-            optimizer=self.optimizer.model_dump() | own,
+            recipe.megatron,
+            recipe.batching,
+            recipe.model.precision,
+            optimizer=recipe.optimizer.model_dump() | own,
             total_steps=total_steps,
-            lora=self.lora,
-            trains_tower=self.model.vision == "trained",
+            lora=recipe.lora,
+            trains_tower=recipe.model.vision == "trained",
             **options,
         )
 

@@ -189,8 +189,7 @@ def train(recipe: Recipe) -> int:
     size = size // 2 if options.pairs else size
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
-    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
-    actor = build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature)
+    actor = build.Networks(hf_config, recipe).actor(steps, recipe.rollout.temperature)
     if recipe.teaching:
         given = Teachers(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision)
     else:

@@ -123,8 +123,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
     critic_only = recipe.critic.warmup_steps if recipe.critic else 0
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
     moments = ("verification",) if own_moments else ()
-    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
-    networks = build.Networks(hf_config, *sections, recipe.run.seed)
+    networks = build.Networks(hf_config, recipe)
     total_steps = recipe.run.steps * optimizer_steps
     actor = networks.actor(total_steps - critic_only * optimizer_steps, recipe.rollout.temperature, moments)
     critic = reference = None

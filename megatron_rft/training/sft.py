@@ -20,8 +20,7 @@ def train(recipe: Recipe) -> int:
     answers, dropped = problems.demonstrations(tokenizer, limit)
     stream, size = Stream(answers, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(answers) / size)
-    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
-    models = Models(build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature))
+    models = Models(build.Networks(hf_config, recipe).actor(steps, recipe.rollout.temperature))
     if recipe.data.image_field:
         models.see(PromptImages([answer.prompt for answer in answers]))
     objective = objectives.build(recipe.algorithm)

@@ -29,9 +29,17 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     yield new
     if sync:
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(new)
     new.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's list of files, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = False) -> None:

@@ -74,7 +74,10 @@ def redirect() -> None:
         importlib.import_module(f"megatron.core.{name}")
     torch.compile = compiler
     _redirect_torch()
-    _without_cuda_generators()
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # a tracker without states: fork() is a null context
+    # activation recompute saves and restores these, and separately the CPU generator's state
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
     _moe_without_streams()
 
 
@@ -89,14 +92,6 @@ def _redirect_torch() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
             module.torch = view
-
-
-def _without_cuda_generators() -> None:
-    from megatron.core.tensor_parallel import random
-
-    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # a tracker without states: fork() is a null context
-    # activation recompute saves and restores these, and separately the CPU generator's state
-    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 def _moe_without_streams() -> None:

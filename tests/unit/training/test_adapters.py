@@ -42,8 +42,7 @@ def recipe_of(precision: str) -> OnlineRecipe:
 
 
 def networks(recipe: OnlineRecipe) -> build.Networks:
-    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
-    return build.Networks(CONFIG, *sections, recipe.run.seed)
+    return build.Networks(CONFIG, recipe)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
