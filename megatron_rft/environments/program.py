@@ -14,7 +14,6 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,15 +67,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class World:
-    """What the episodes of a rank share. `open`: opens an episode's endpoint, and returns the URL."""
+    """What the episodes of a rank share. `endpoint`: of endpoint.py, which needs this module."""
 
     options: Program
     template: Template
     spoken: Spoken
     folder: Path
-    open: Callable[["ProgramEpisode"], str]
-    close: Callable[["ProgramEpisode"], None]
-    watch: Callable[[int, Callable[[], None]], None]  # a file descriptor, and what to call when it can be read
+    endpoint: Any
 
 
 class ProgramEpisode:
@@ -182,9 +179,9 @@ class ProgramEpisode:
             remove=folder,
             log=self.folder / "log",
             cwd=self.folder / "work",
-            env=self._environment(self.world.open(self)),
+            env=self._environment(self.world.endpoint.open(self)),
         )
-        self.world.watch(os.pidfd_open(self.process.pid), self._left)
+        self.world.endpoint.watch(os.pidfd_open(self.process.pid), self._left)
 
     @property
     def _problem(self) -> Prompt:
@@ -327,7 +324,7 @@ class ProgramEpisode:
         """Close the endpoint, then kill the program and all that it started. May be called twice."""
         with self.changed:
             self.closed, asks, self.open = True, self.open, []
-        self.world.close(self)
+        self.world.endpoint.close_episode(self)
         for ask in asks:
             ask.answer.set_exception(Refused(410, "the episode has ended", "episode_ended"))
         if self.process is not None:

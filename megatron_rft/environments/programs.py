@@ -42,17 +42,14 @@ class Programs(Episodes):
 
     @cached_property
     def world(self) -> World:
-        self.endpoint = endpoint = Endpoint(self.options.host)
         spoken = Spoken(self.template.tokenizer, self.template.stops)
-        return World(
-            self.options, self.template, spoken, self.folder, endpoint.open, endpoint.close_episode, endpoint.watch
-        )
+        return World(self.options, self.template, spoken, self.folder, Endpoint(self.options.host))
 
     def close(self) -> None:
         for episode in list(self.living):
             episode.close()
-        if vars(self).pop("world", None) is not None:
-            self.endpoint.close()
+        if (world := vars(self).pop("world", None)) is not None:
+            world.endpoint.close()
             shutil.rmtree(self.folder, ignore_errors=True)
         if "threads" in vars(self):
             self.threads.shutdown(cancel_futures=True)

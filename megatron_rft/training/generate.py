@@ -115,7 +115,11 @@ def run(recipe: Recipe) -> int:
     }
     index = store.finish(folder, shards, recipe.generation.held_out, recipe.run.seed, facts)
     if index is not None:
-        _report(folder, index)
+        text = store.describe(index["summary"])
+        (folder / "summary.txt").write_text(text + "\n")
+        print(f"{text}\ntrajectories: {folder}", flush=True)
+        if not index["train"]:
+            raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     return FINISHED
 
 
@@ -134,11 +138,3 @@ def _sampler(
     rollout = engines.recipe.rollout
     sampling = build.build_sampling(rollout, tokenizer)
     return GradedSampler(player, sampling, tokenizer, reward, rollout.group_size, seed)
-
-
-def _report(folder: Path, index: dict[str, Any]) -> None:
-    text = store.describe(index["summary"])
-    (folder / "summary.txt").write_text(text + "\n")
-    print(f"{text}\ntrajectories: {folder}", flush=True)
-    if not index["train"]:
-        raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")

@@ -246,7 +246,7 @@ def test_nothing_of_a_program_stays(play, chat_engine, tokenizer):
     player = play("leaves", chat_engine, score=f"{GRADERS}:grows")
     found = only(player, tokenizer, 3)
     assert [response.score.reward for response in found] == [1.0] * 3, "nothing wrote while it was graded"
-    assert not below(str(player.folder)) and not any(player.folder.iterdir()) and not player.endpoint.episodes
+    assert not below(str(player.folder)) and not any(player.folder.iterdir()) and not player.world.endpoint.episodes
     threads, folder = threading.active_count(), player.folder
     only(player, tokenizer, 3)
     assert threading.active_count() <= threads
