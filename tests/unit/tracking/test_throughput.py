@@ -5,8 +5,7 @@ import torch
 
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
-from megatron_rft.tracking.throughput import Throughput, peak_tflops, take_memory_peak
-from megatron_rft.utils import asleep
+from megatron_rft.tracking.throughput import Throughput, peak_tflops
 from tests.shapes import json_of
 
 EXPERTS = dict(num_experts=4, moe_intermediate_size=3, num_experts_per_tok=2, mlp_only_layers=[0])
@@ -70,22 +69,3 @@ def test_the_peak_of_a_device(device, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     assert peak_tflops() == peak
-
-
-def test_the_peak_leaves_out_an_engine_that_slept_all_the_time(monkeypatch):
-    """torch counts 70 GiB: 60 of the engine's. It falls asleep, sleeps while the trainer works, and wakes up."""
-    free, sleeping = [10 << 30], asleep.Asleep()
-    for name, value in (
-        ("is_initialized", lambda: True),
-        ("max_memory_allocated", lambda: 70 << 30),
-        ("reset_peak_memory_stats", lambda: None),
-        ("mem_get_info", lambda: (free[0], 80 << 30)),
-    ):
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("megatron_rft.tracking.throughput.asleep", sleeping)
-    peaks = []
-    for freed in (60 << 30, 0, -(60 << 30), 0):
-        with sleeping.changes():
-            free[0] += freed
-        peaks.append(take_memory_peak())
-    assert peaks == [70, 10, 70, 70]
