@@ -275,7 +275,8 @@ def install(state: Path, wheels: list[Path]) -> dict[str, str]:
     if wheels := [path for path in wheels if path.suffix == ".whl"]:
         options = ["--no-index", "--no-deps", "--no-compile", "--target", str(state / "site")]
         done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)], timeout=60)
-        code = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(state / "site"), str(ROOT)]
+        folders = (str(folder) for folder in (state / "site", ROOT / "megatron_rft", ROOT / "tools"))
+        code = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
         subprocess.run(code, timeout=60, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if not done.returncode:
             return environment

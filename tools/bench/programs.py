@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
                     assert group.responses[0].score is None, group.responses[0].score
                 seconds, used = time.perf_counter() - clock, processor_seconds() - used
                 row(first + part, f"{seconds:.1f}", f"{1e3 * used / part:.0f}", *left().values())
-                assert not any(programs.folder.iterdir()) and not programs.endpoint.episodes and not programs.living
+                assert (
+                    not any(programs.folder.iterdir()) and not programs.world.endpoint.episodes and not programs.living
+                )
         assert not programs.folder.exists()
     row("closed", "", "", *left().values())
 
