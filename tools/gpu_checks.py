@@ -175,7 +175,7 @@ def mib(size: float) -> str:
 
 # ---- losses and gradients against the CPU
 
-PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 5e-1)}  # loss, gradient
+PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 4e-1)}  # loss, gradient
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
 
@@ -230,7 +230,8 @@ def cpu_reference(kind: str, folder: str) -> Callable[[], dict[str, torch.Tensor
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def result() -> dict[str, torch.Tensor]:
-        if errors := process.communicate()[1] * bool(process.returncode):
+        errors = process.communicate()[1]
+        if process.returncode:
             raise RuntimeError(f"the CPU reference failed: {errors[-2000:]}")
         return load_file(path)
 
@@ -259,21 +260,27 @@ def parity(layers: str, kinds: tuple[str, ...], *precisions: str) -> Iterator[Ro
     rounding sends a token to another expert, gradients differ."""
     if layers != "torch":
         need("transformer_engine", (8, 9) if "fp8" in precisions else (0, 0))
-    folder = tempfile.mkdtemp()
-    references = {kind: cpu_reference(kind, folder) for kind in kinds}
-    for kind in kinds:
-        found = {}
-        for precision in precisions:
-            with torch_layers(layers):
-                found[precision] = gradients(kind, precision)
-        found["the CPU in fp32"] = references[kind]()
-        pairs = [(precision, "the CPU in fp32") for precision in precisions]
-        for precision, other in pairs + [("fp8", "bf16")] * ("fp8" in precisions):
-            routed = precision != "fp32" and kind in ("mixture", "gpt-oss")
-            for what, value in distance(found[precision], found[other]).items():
-                limit = PARITY[precision][what != "loss"]
-                limit = float("inf") if routed and what != "loss" else limit
-                yield bound(value, limit, f"{kind}, {precision} against {other}: {what}")
+    with tempfile.TemporaryDirectory() as folder:
+        references = {kind: cpu_reference(kind, folder) for kind in kinds}
+        for kind in kinds:
+            yield from _parity_of(kind, layers, precisions, references[kind])
+
+
+def _parity_of(
+    kind: str, layers: str, precisions: tuple[str, ...], reference: Callable[[], dict[str, torch.Tensor]]
+) -> Iterator[Row]:
+    found = {}
+    for precision in precisions:
+        with torch_layers(layers):
+            found[precision] = gradients(kind, precision)
+    found["the CPU in fp32"] = reference()
+    pairs = [(precision, "the CPU in fp32") for precision in precisions]
+    for precision, other in pairs + [("fp8", "bf16")] * ("fp8" in precisions):
+        routed = precision != "fp32" and kind in ("mixture", "gpt-oss")
+        for what, value in distance(found[precision], found[other]).items():
+            limit = PARITY[precision][what != "loss"]
+            limit = float("inf") if routed and what != "loss" else limit
+            yield bound(value, limit, f"{kind}, {precision} against {other}: {what}")
 
 
 # ---- speed and memory of an 8B model's layers

@@ -39,7 +39,8 @@ import gpu_vllm  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED = ROOT / "build" / "gpu_kit"
-RESULTS = ROOT / "tools" / "gpu_measured.jsonl"
+RESULTS = ROOT / "runs" / "gpu_kit.jsonl"  # of calls
+MEASURED = ROOT / "tools" / "gpu_measured.jsonl"  # what the page shows
 PREDICTED = ROOT / "tools" / "gpu_predicted.json"
 PAGE = ROOT / "docs" / "gpu_results.md"
 LARGEST = {1: 15 << 20, 2: 60 << 20, 3: 60 << 20}  # bytes to carry
@@ -81,8 +82,13 @@ def part(name: str, budget: float) -> Check:
     return Check(name, budget, ("tools/gpu_checks.py", name), waits=True)
 
 
+def underscored(name: str) -> str:
+    """A check's name in those of its files."""
+    return name.replace(" ", "_")
+
+
 def training(name: str, budget: float, recipe: str, model: str, *options: str) -> Check:
-    folders = f"run.output_dir={{state}}/{name.replace(' ', '_')}", f"model.path={{state}}/{model}"
+    folders = f"run.output_dir={{state}}/{underscored(name)}", f"model.path={{state}}/{model}"
     recipe, needs = f"examples/quickstart/{recipe}.yaml", "vllm" if name.startswith("vLLM") else ""
     return Check(name, budget, ("-m", "megatron_rft", "train", recipe, *folders, "data.test=null", *options), needs)
 
@@ -313,7 +319,7 @@ def can_run(check: Check) -> bool:
 
 
 def log_of(check: Check, state: Path) -> Path:
-    return state / f"{check.name.replace(' ', '_')}.log"
+    return state / f"{underscored(check.name)}.log"
 
 
 def start(check: Check, state: Path, environment: dict[str, str]) -> subprocess.Popen:
@@ -333,18 +339,18 @@ def start(check: Check, state: Path, environment: dict[str, str]) -> subprocess.
 
 def run(check: Check, process: subprocess.Popen | None, state: Path, seconds: float) -> dict:
     """Let a check run; after `seconds` it is killed with all processes that it started, and what it printed counts."""
-    if process is None:
-        return {"status": f"not run: {check.needs} is not installed", "seconds": 0.0, "rows": []}
+    if seconds <= 0 and process is not None:
+        end_group(process)
+    if seconds <= 0 or process is None:
+        why = "no time was left" if seconds <= 0 else f"{check.needs} is not installed"
+        return {"status": f"not run: {why}", "seconds": 0.0, "rows": []}
     begin = time.monotonic()
     try:
-        if seconds > 0:
-            process.communicate("begin\n", timeout=seconds)
+        process.communicate("begin\n", timeout=seconds)
         status = "passed" if process.returncode == 0 else f"FAILED: exit status {process.returncode}"
     except subprocess.TimeoutExpired:
         status = f"FAILED: killed after {seconds:.0f} s"
     end_group(process)
-    if seconds <= 0:
-        return {"status": "not run: no time was left", "seconds": 0.0, "rows": []}
     text = log_of(check, state).read_text(errors="replace")
     if process.returncode == MISSING:
         status = f"not run: {text.strip().splitlines()[-1]}"
@@ -364,7 +370,7 @@ def rows(text: str, state: Path, name: str) -> list[list[str]]:
     """What a check found, as [what, found, beside]: the rows that it printed, and the figures of a run's steps."""
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     found = [[cell.strip() for cell in line] for line in lines if len(line) == 3]
-    metrics = state / name.replace(" ", "_") / "metrics.jsonl"
+    metrics = state / underscored(name) / "metrics.jsonl"
     for line in metrics.read_text().splitlines() if metrics.is_file() else []:
         step = json.loads(line)
         keys = (
@@ -431,16 +437,16 @@ def report(results: Path, page: Path, predicted: Path = PREDICTED) -> None:
         chip = next((name for name in ("H100", "H200") if name in record["device"]), "")
         beside = [tables.get(name, {}).get(check, {}) for name in (chip, f"{chip} rehearsed", "CPU")]
         found = record["rows"] if len(record["rows"]) <= LONGEST else record["rows"][:2] + record["rows"][-2:]
-        shown = [table for table in beside if any(what in table for what, *_ in found)]
-        names = [PREDICTORS[beside.index(table)] for table in shown]
+        pairs = zip(PREDICTORS, beside, strict=True)
+        shown = {name: table for name, table in pairs if any(what in table for what, *_ in found)}
         if found:
             lines += [
                 "",
-                f"| {' | '.join(('what', 'measured', *names, 'beside'))} |",
+                f"| {' | '.join(('what', 'measured', *shown, 'beside'))} |",
                 "|" + " --- |" * (3 + len(shown)),
             ]
         for what, value, near in found:
-            lines.append(f"| {' | '.join((what, value, *(table.get(what, '') for table in shown), near))} |")
+            lines.append(f"| {' | '.join((what, value, *(table.get(what, '') for table in shown.values()), near))} |")
         lines.append("")
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
@@ -462,7 +468,7 @@ def main() -> None:
     parser.add_argument("what", choices=("pack", "call", "report", "keep-cpu"))
     parser.add_argument("number", nargs="*", type=int, help="of pack and call: 1, 2, 3")
     parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--state", type=Path, help="of call: a folder that is kept, with models that later calls need")
     parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
     args = parser.parse_args()
@@ -478,10 +484,10 @@ def main() -> None:
             limit = args.limit or (LIMIT if number < 3 else sum(check.budget for check in checks) + RESERVE)
             folder = ROOT / "wheels" if (ROOT / "wheels").is_dir() else PACKED / str(number) / "wheels"
             packed = [*sorted(folder.glob("*.whl")), *sorted(folder.glob("*.xz"))]
-            passed &= call(checks, args.results, limit, packed, args.state)
+            passed &= call(checks, args.results or RESULTS, limit, packed, args.state)
         sys.exit(not passed)
     else:
-        report(args.results, PAGE) if args.what == "report" else keep_cpu(args.results)
+        report(args.results or MEASURED, PAGE) if args.what == "report" else keep_cpu(args.results or RESULTS)
 
 
 if __name__ == "__main__":

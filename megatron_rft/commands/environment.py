@@ -49,9 +49,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     segments = sum(1 + len(each.segments) for each in plays[0])
     counted = f"{len(episodes)} episodes, {turns} turns in {segments} segments, {seconds:.3f} s each"
     print(f"{options.name}: {counted}", flush=True)
-    if first := next(iter(plays[0]), None):
-        ids = [*(first.prompt_ids or problems[0].token_ids), *first.token_ids]
-        print(f"the first one, as the policy reads it:\n{tokenizer.decode(ids)}", flush=True)
+    first = plays[0][0]
+    ids = [*(first.prompt_ids or problems[0].token_ids), *first.token_ids]
+    print(f"the first one, as the policy reads it:\n{tokenizer.decode(ids)}", flush=True)
     for each in plays[0]:
         if each.score and not each.score.error:
             print(f"score {each.score.reward:g} {each.score.reason}".rstrip(), flush=True)
