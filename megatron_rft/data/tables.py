@@ -45,7 +45,7 @@ def _rows(file: File, kind: str, cache: Path) -> Iterator[Row]:
         table = datasets.Dataset.load_from_disk(str(file))
     else:
         options = {"data_files": escape(str(file)), "split": "train", "streaming": True, "cache_dir": str(cache)}
-        table = datasets.load_dataset(kind, **options)
+        table = datasets.load_dataset(kind, **options).reshard()  # a group of rows at a time: none is read ahead
     features = table.features  # a copy at each access
     for batch in table.with_format("arrow").iter(BATCH):
         yield from (_value(features, row, keep_none=True) for row in batch.to_pylist())

@@ -103,7 +103,7 @@ def test_a_truncated_table_is_named(tmp_path):
         load_rows(tmp_path / "a.parquet")
     middle = len(whole) // 2
     (tmp_path / "a.parquet").write_bytes(whole[:middle] + bytes(middle // 2) + whole[middle + middle // 2 :])
-    with pytest.raises(DataError, match=r"a\.parquet: is broken after row [1-4]000 \("):
+    with pytest.raises(DataError, match=r"a\.parquet: is broken after row 2000 \("):
         load_rows(tmp_path / "a.parquet")
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as out:
         out.write_table(table, max_chunksize=1000)
