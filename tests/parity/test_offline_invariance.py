@@ -1,5 +1,4 @@
-"""The gradient of every offline objective is the same for every split and layout, with a recomputed and with a cached
-reference."""
+"""The gradient of every offline objective is the same for every split and layout."""
 
 import json
 from pathlib import Path
@@ -14,24 +13,24 @@ SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
     1: [
         "write=1,shared=0",
-        "shared=1,recorded=1",
+        "shared=1",
         "shared=0,budget=64",
         "budget=64",
-        "padded=1,budget=70,recorded=1",
+        "padded=1,budget=70",
         "write=1,shared=0,masked=1",
-        "masked=1,recorded=1",
+        "masked=1",
     ],
     2: [
         "dp=2",
-        "dp=2,budget=64,recorded=1",
+        "dp=2,budget=64",
         "tp=2,sp=1",
-        "tp=2,recorded=1",
+        "tp=2",
         "pp=2,budget=64",
-        "pp=2,recorded=1",
+        "pp=2",
         "cp=2",
-        "tp=2,sp=1,masked=1,recorded=1",
+        "tp=2,sp=1,masked=1",
     ],
-    4: ["tp=2,pp=2,sp=1,recorded=1"],
+    4: ["tp=2,pp=2,sp=1"],
 }
 
 
