@@ -5,19 +5,12 @@ g_t = -exp(A_log) softplus(a_t + dt_bias), and rate beta_t = sigmoid(b_t),
 
     u_t = beta_t (v_t - a_t S_{t-1}' k_t),     S_t = a_t S_{t-1} + k_t u_t',     out_t = S_t' q_t
 
-where q, k and v come from a projection, a short causal convolution and silu; q and k are normalised. `delta_rule`
-computes a chunk of C tokens at once (section 3.3). With c_i = a_1 ... a_i in the chunk and its first state S,
+where q, k and v come from a projection, a short causal convolution and silu; q and k are normalised. transformers
+computes a chunk of tokens at once (section 3.3), by flash-linear-attention's kernel where that is installed.
 
-    (1 + L) U = beta (V - c K S),  L_ij = beta_i (c_i / c_j) k_i . k_j for j < i
-    out_i = c_i S' q_i + sum_{j <= i} (c_i / c_j) (q_i . k_j) u_j
-    S <- c_C S + sum_j (c_C / c_j) k_j u_j'
-
-Tensor parallelism splits the key heads with their value heads. flash-linear-attention's kernel is used on a GPU where
-it is installed. megatron-core 0.16.1's own layer needs it, also on a CPU, and refuses packed sequences.
+Tensor parallelism splits the key heads with their value heads. megatron-core 0.16.1's own layer needs
+flash-linear-attention, also on a CPU, and refuses packed sequences.
 """
-
-import functools
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -30,50 +23,7 @@ from torch import Tensor
 
 from megatron_rft.megatron.torch_attention import RMSNorm, buckets
 
-CHUNK = 64
-EPSILON = 1e-6
-
-
-@functools.cache
-def fused_rule():
-    """flash-linear-attention's kernel; None where it is not installed."""
-    if importlib.util.find_spec("fla") is None:
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return functools.partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """q, k [n, s, heads, key], v [n, s, heads, value], g (log of decays), beta [n, s, heads] -> as v, in fp32."""
-    length, chunk = q.shape[1], min(CHUNK, q.shape[1])
-    q, k, v, g, beta = (_chunked(x.float(), chunk) for x in (q, k, v, g[..., None], beta[..., None]))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    total = g.cumsum(-2)  # log c_i
-    ratio = (total - total.mT).tril().exp().tril()  # c_i / c_j; the inner tril keeps the upper part from overflow
-    lower = torch.tril(k @ k.mT * ratio * beta, -1)
-    unit = lower + torch.eye(chunk, device=q.device)
-    right = torch.cat([v * beta, k * (beta * total.exp())], -1)
-    values, reads = torch.linalg.solve_triangular(unit, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], -1
-    )
-    scores, to_state = q @ k.mT * ratio, q * total.exp()
-    last = total[..., -1:, :]
-    keys, decay = k * (last - total).exp(), last.exp()
-    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
-    outs = []
-    for i in range(q.shape[2]):
-        written = values[:, :, i] - reads[:, :, i] @ state
-        outs.append(to_state[:, :, i] @ state + scores[:, :, i] @ written)
-        state = decay[:, :, i] * state + keys[:, :, i].mT @ written
-    return torch.cat(outs, 2)[:, :, :length].transpose(1, 2)
-
-
-def _chunked(x: Tensor, chunk: int) -> Tensor:
-    """[n, s, heads, d] -> [n, heads, chunks, chunk, d], padded with zeros."""
-    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
-    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+CHUNK = 64  # tokens, at most
 
 
 class DeltaNet(MegatronModule):
@@ -138,15 +88,16 @@ class DeltaNet(MegatronModule):
 
     def sequences(self, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """[n, s, .] -> [n, s, heads, value]"""
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as delta_rule
+
         kernel = self.conv1d.kernel_size[0]
         mixed = F.silu(self.conv1d(F.pad(mixed.mT, (kernel - 1, 0)))).mT
         q, k, v = mixed.unflatten(-1, (self.heads, -1)).split(self.rows[:3], -1)
         q, k = (x.repeat_interleave(self.each, 2) for x in (q, k))
         v = v.unflatten(-1, (self.each, self.value)).flatten(2, 3)
         g = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias)
-        if q.is_cuda and (rule := fused_rule()):
-            return rule(q, k, v, g=g, beta=beta.sigmoid())[0]
-        return delta_rule(q, k, v, g, beta.sigmoid())
+        chunk = min(CHUNK, mixed.shape[1])
+        return delta_rule(q, k, v, g, beta.sigmoid(), chunk_size=chunk, use_qk_l2norm_in_kernel=True)[0]
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """The default, but these parameters are split over tensor-parallel ranks."""
