@@ -8,8 +8,11 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import math
+import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,12 +24,16 @@ from transformers import AutoImageProcessor
 
 from megatron_rft.data.fields import Row
 from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils.files import read_json, write_atomically
 
 MARK = "<image>"  # of an image's place in a text
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL runs programs for some others
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 LEAST, MOST = 8, 1 << 26  # pixels of a side, and of an image
 SMALL = 160  # pixels of the longer side in the report
+
+ALBUM = "environment/images"  # in the folder of a run or a store
+SEGMENTS, SHOWN = 1 << 12, 1 << 61  # most segments of an episode; the least key of the images of one
 
 Source = bytes | Path
 Grid = tuple[int, int, int]
@@ -36,10 +43,18 @@ Grid = tuple[int, int, int]
 class Pictures:
     """The images of a prompt. `grids`: their patches in time, height and width."""
 
-    digest: str  # of the files' content
+    digests: tuple[str, ...]  # of each file's content
     grids: tuple[Grid, ...]
     sources: tuple[Source, ...] = field(repr=False, compare=False)
     reader: "ImageReader" = field(repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        return self.digests[0] if len(self.digests) == 1 else hashlib.sha256("".join(self.digests).encode()).hexdigest()
+
+    def __add__(self, later: "Pictures") -> "Pictures":
+        both = self.digests + later.digests, self.grids + later.grids, self.sources + later.sources
+        return Pictures(*both, self.reader)
 
     def pixels(self) -> Tensor:
         """[patches, width]"""
@@ -52,14 +67,13 @@ class Pictures:
             ImageOps.contain(decoded(source), (SMALL, SMALL)).save(file, "JPEG", quality=85)
         return [f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}" for file in files]
 
-    def fill(self, text: str) -> str:
-        """A template's text with as many image tokens for each image as it has features."""
+    def fill(self, ids: list[int]) -> list[int]:
+        """The tokens of a template's text, with as many image tokens for each image as it has features."""
         token, merge = self.reader.token, self.reader.processor.merge_size
-        pieces = text.split(token)
-        if len(pieces) != len(self.grids) + 1:
-            raise DataError(f"the chat template writes {len(pieces) - 1} image tokens for {len(self.grids)} images")
-        runs = [token * (math.prod(grid) // merge**2) for grid in self.grids]
-        return "".join(piece + run for piece, run in zip(pieces, [*runs, ""], strict=True))
+        if (count := ids.count(token)) != len(self.grids):
+            raise DataError(f"the chat template writes {count} image tokens for {len(self.grids)} images")
+        runs = iter([token] * (math.prod(grid) // merge**2) for grid in self.grids)
+        return [id for each in ids for id in (next(runs) if each == token else [each])]
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class ImageReader:
     """Reads the images of rows. `least`, `most`: limits of the pixels to which the processor scales; None: its own."""
 
     processor: Any
-    token: str
+    token: int
     column: str
     least: int | None = None
     most: int | None = None
@@ -78,12 +92,17 @@ class ImageReader:
         if not (folder / "preprocessor_config.json").is_file():
             raise DataError(f"data.image_field: {folder} has no preprocessor_config.json: its model reads no images")
         processor = AutoImageProcessor.from_pretrained(folder)
-        return cls(processor, getattr(tokenizer, "image_token", "<|image_pad|>"), column, least, most)
+        token = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", "<|image_pad|>"))
+        return cls(processor, token, column, least, most)
 
     def read(self, row: Row, place: Any) -> Pictures:
         """The images in the row's column. Raises DataError."""
         value = row.get(self.column)
         values = [] if value is None else value if isinstance(value, list) else [value]
+        return self.pictures(values, f"{place}: ", f"the column {self.column!r}")
+
+    def pictures(self, values: list[Any], place: str, what: str) -> Pictures:
+        """The images of `values`. Messages name `what` has them. Raises DataError."""
         sources, images = [], []
         for number, each in enumerate(values, 1):
             try:
@@ -91,13 +110,13 @@ class ImageReader:
                 images.append(decoded(sources[-1]))
             except ValueError as error:
                 which = f"image {number} of " if len(values) > 1 else ""
-                raise DataError(f"{place}: {which}the column {self.column!r} {error}") from None
+                raise DataError(f"{place}{which}{what} {error}") from None
         try:
             grids = tuple(map(tuple, self.process(images)["image_grid_thw"].tolist())) if images else ()
         except ValueError as error:  # such as an extreme aspect ratio
-            raise DataError(f"{place}: the model's processor refuses {self.column!r}: {first_line(error)}") from None
-        content = b"".join(each if isinstance(each, bytes) else each.read_bytes() for each in sources)
-        return Pictures(hashlib.sha256(content).hexdigest(), grids, tuple(sources), self)
+            raise DataError(f"{place}{what} is refused by the model's processor: {first_line(error)}") from None
+        digests = tuple(hashlib.sha256(encoded(each)).hexdigest() for each in sources)
+        return Pictures(digests, grids, tuple(sources), self)
 
     def process(self, images: list[Image.Image]) -> dict[str, Tensor]:
         size = dict(self.processor.size)
@@ -117,12 +136,20 @@ def source_of(value: Any) -> Source:
         return value
     if not isinstance(value, str):
         raise ValueError(f"has {type(value).__name__} instead of an image: bytes, a path or base64")
-    if not value.startswith("data:") and len(value) < 4096 and Path(value).expanduser().is_file():
-        return Path(value).expanduser()
+    if os.path.isfile(path := os.path.expanduser(value)):  # False for what is too long to be a path
+        return Path(path)
     try:
         return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError(f"names no file, and is no base64: {value[:60]!r}") from None
+
+
+def filled(ids: Sequence[int], pictures: Pictures | None) -> list[int]:
+    return pictures.fill(list(ids)) if pictures else list(ids)
+
+
+def encoded(source: Source) -> bytes:
+    return source if isinstance(source, bytes) else source.read_bytes()
 
 
 def decoded(source: Source) -> Image.Image:
@@ -184,14 +211,39 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class PromptImages:
-    """The images of prompts by the index of the prompt, for the trainer."""
+    """The images that the trainer computes, by key: of prompts by their index, and of episodes whose environments have
+    shown some from files in `folder`."""
 
-    def __init__(self, prompts: list[Any]):
+    def __init__(self, prompts: list[Any], folder: Path = Path()):
         self.pictures = {prompt.index: prompt.images for prompt in prompts}
-        self.pixels = lru_cache(maxsize=64)(self._pixels)
+        self.folder, self.reader = folder, prompts[0].images.reader
+        self.of, self.pixels = lru_cache(maxsize=4096)(self._of), lru_cache(maxsize=64)(self._pixels)
 
     def grids(self, key: int) -> list[Grid]:
-        return list(self.pictures[key].grids)
+        return list(self.of(key).grids)
 
     def _pixels(self, key: int) -> Tensor:
-        return self.pictures[key].pixels()
+        return self.of(key).pixels()
+
+    def _of(self, key: int) -> Pictures:
+        if key < SHOWN:
+            return self.pictures[key]
+        for record in self.folder.glob(f"*/{key - key % SEGMENTS}.json"):
+            digests, grids = read_json(record)[key % SEGMENTS]
+            files = tuple(map(record.with_name, digests))
+            return Pictures(tuple(digests), tuple(map(tuple, grids)), files, self.reader)
+        raise DataError(f"{self.folder} has no record of the images {key} that an environment has shown")
+
+
+def keep(folder: Path, version: int, segments: Sequence[Pictures]) -> int:
+    """Write the images of an episode, by segment, to files that all ranks see. Returns the key of its first segment's;
+    the others follow."""
+    folder /= f"{version:06d}"
+    record = json.dumps([[each.digests, each.grids] for each in segments])
+    key = SHOWN + int(hashlib.sha256(record.encode()).hexdigest()[:12], 16) * SEGMENTS
+    for each in segments:
+        for digest, source in zip(each.digests, each.sources, strict=True):
+            if not (folder / digest).exists():
+                write_atomically(folder / digest, encoded(source))
+    write_atomically(folder / f"{key}.json", record)
+    return key

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rft.data.adapters.mathematics import answer_text
 from megatron_rft.data.fields import Row
-from megatron_rft.data.images import ImageReader, Pictures
+from megatron_rft.data.images import ImageReader, Pictures, filled
 from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
 from megatron_rft.data.rows import Rows
 from megatron_rft.records import Batch, Prompt
@@ -148,8 +148,8 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
         reader = ImageReader.of(tokenizer, form.image_field, *form.image_pixels)
         images = [reader.read(place.row, place) for place in places]
     texts = [question.rendered(tokenizer, each) for question, each in zip(questions, images, strict=True)]
-    whole = [each.fill(text) if each else text for text, each in zip(texts, images, strict=True)]
-    encoded = encode(whole, tokenizer, [bool(question.chat) for question in questions])
+    encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
+    encoded = [filled(ids, each) for ids, each in zip(encoded, images, strict=True)]
     lengths, shown = [len(ids) for ids in encoded], plain_text(tokenizer).shown
     _check_lengths(lengths, source, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
     prompts = [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.fields import Fields, Row, check_scalar, conversation, not_finite
-from megatron_rft.data.images import MARK, Pictures, flattened, with_parts
+from megatron_rft.data.images import MARK, Pictures, filled, flattened, with_parts
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.plain_text import plain_text
@@ -155,8 +155,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     if images and own:
         question = own.join(part.replace(MARK, "") for part in question.split(own))  # a response may have marks
     asked = question_of(prompt.fields, form, f"row {prompt.index + 1}", tokenizer, question)
-    text = asked.rendered(tokenizer, images)
-    return encode([images.fill(text) if images else text], tokenizer, [bool(asked.chat)])[0]
+    return filled(encode([asked.rendered(tokenizer, images)], tokenizer, [bool(asked.chat)])[0], images)
 
 
 def as_text(messages: list[dict[str, str]]) -> str:

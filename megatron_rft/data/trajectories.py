@@ -51,6 +51,7 @@ class Trajectory:
     # the problem's prompt, if an environment's first messages follow it
     problem_ids: Annotated[tuple[int, ...] | None, IDS] = None
     images: Annotated[str | None, pa.string()] = None  # digest of the problem's images, which stay in the data set
+    shown: Annotated[int | None, pa.int64()] = None  # key of an episode's images, which are files beside the shards
     # JSON of the problem's other fields (tests, tools, level), with its first response
     fields: Annotated[str | None, pa.string()] = None
 
@@ -213,7 +214,7 @@ def _mask(row: dict[str, Any]) -> torch.Tensor:
 def _to_batch(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Batch:
     """Tensors instead of the rows' lists, which take twenty times the memory."""
     masks = {"response_mask": torch.cat([_mask(row) for row in rows])} if facts.get("environment") else {}
-    keys = torch.tensor([row["problem"] if row.get("images") else -1 for row in rows])
+    keys = torch.tensor([row.get("shown") or (row["problem"] if row.get("images") else -1) for row in rows])
     segments = [row.get("segment_of") or () for row in rows]
     batch = Batch.of(
         [row["prompt_ids"] for row in rows],

@@ -1,10 +1,13 @@
 """The protocol of an environment, which plays one episode with the policy."""
 
+from base64 import b64encode
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rft.responses import Prompt, Score
 
-Message = dict[str, str]  # {"role": "user", "content": "..."}
+Message = dict[str, Any]  # {"role": "user", "content": "..."}; for images also a list of parts (`content_of`)
+TEXTS, IMAGES = ("text", "input_text", "output_text"), ("image", "image_url", "input_image")  # types of parts
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Environment:
 
     def reset(self, prompt: Prompt, seed: int) -> str | list[Message] | None:
         """Begin an episode. Returns messages that follow the problem's prompt, if there are any. `prompt` has no
-        token ids. `seed` depends on the run's seed, the step, the problem and the number of the response."""
+        token ids, and its `images` are bytes and paths. `seed` depends on the run's seed, the step, the problem and the
+        number of the response."""
 
     def step(self, text: str) -> Turn:
         """Answer a turn of the policy: its text without special tokens."""
@@ -38,3 +42,30 @@ class Environment:
 
     def close(self) -> None:
         """Free what the episode holds."""
+
+
+def content_of(content: Any) -> str | list[dict[str, str]]:
+    """A message's content: a text or, with images, parts {"type": "text", "text": ...} and {"type": "image", "image":
+    a path or base64}. Raises ValueError."""
+    if not isinstance(content, list):
+        if not isinstance(content, str | None):
+            raise ValueError(f"a content of type {type(content).__name__} is not supported: only text and images")
+        return content or ""
+    parts = [_part(part if isinstance(part, dict) else {"type": type(part).__name__}) for part in content]
+    return parts if any("image" in part for part in parts) else text_of(parts)
+
+
+def _part(part: dict[str, Any]) -> dict[str, str]:
+    kind = part.get("type")
+    if kind in TEXTS:
+        return {"type": "text", "text": part["text"]}
+    if kind not in IMAGES:
+        raise ValueError(f"content of type {kind!r} is not supported: only text and images")
+    image = part.get("image_url", part.get("image"))
+    image = image.get("url") if isinstance(image, dict) else image
+    return {"type": "image", "image": b64encode(image).decode() if isinstance(image, bytes) else str(image)}
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """The text of a content, with a mark for each image."""
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)

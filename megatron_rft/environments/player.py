@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from megatron_rft.data.images import Pictures, filled, keep
 from megatron_rft.environments.base import Message
 from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
-from megatron_rft.environments.template import Template, plain
+from megatron_rft.environments.template import Template, plain, seen
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, request_seed
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.records import Response, Score
@@ -41,6 +43,7 @@ class Episode:
     environment: EpisodeEnvironment
     longest: int
     response: Response = Response((), (), "", -1)
+    images: Any = None  # the problem's, then those that the environment has shown so far
 
     @property
     def ended(self) -> bool:
@@ -83,6 +86,10 @@ class Episode:
         self.set(turns=turns, weight_version=version, routes=routes)
         self.hear(turn.token_ids, turn.logprobs, turn.supports)
 
+    def see(self, images: Pictures | None) -> None:
+        if images is not None:
+            self.images += images
+
     def hear(self, ids: Sequence[int], logprobs: Sequence[float], supports: Sequence[tuple[int, ...]]) -> None:
         so_far = self.response
         self.set(
@@ -110,6 +117,7 @@ class Episodes(Engine):
     max_turns: int
     turn_tokens: int | None = None
     at_once: int | None = None
+    album: Path = Path()  # the folder for images of episodes
     kept: Kept | None = None  # what a killed run has played
     waited: Counter[int] = field(default_factory=Counter)  # engine -> seconds without generation, since `statistics`
     stuck: dict[int, list[Episode]] = field(default_factory=dict)  # by the seeds of requests that lost engines left
@@ -163,7 +171,8 @@ class Episodes(Engine):
             raise
 
     def _episode(self, request: Request, sample: int, longest: int) -> Any:
-        return Episode(request, sample, self.processes.new(), longest)
+        images = request.problem.images if request.problem else None
+        return Episode(request, sample, self.processes.new(), longest, images=images)
 
     def _played(self, engine: Engine, groups: list[list[Any]], sampling: Sampling) -> Iterator[Group]:
         new = [each for group in groups for each in group if not each.environment.calls and not each.ended]
@@ -223,7 +232,8 @@ class Episodes(Engine):
 
     def _request(self, episode: Episode) -> Request:
         room = episode.room
-        return Request(0, episode.tokens, 1, episode.seed, min(room, self.turn_tokens or room))
+        problem = episode.request.problem and replace(episode.request.problem, images=episode.images)
+        return Request(0, episode.tokens, 1, episode.seed, min(room, self.turn_tokens or room), problem)
 
     def _wait(self, engine: Engine, jobs: list[Future]) -> None:
         start = time.perf_counter()
@@ -238,7 +248,9 @@ class Episodes(Engine):
         with self._failing(episode):
             if said := episode.environment.ask("reset", prompt=shown(problem), seed=seed):
                 episode.say(said)
-                episode.set(prompt_ids=self.template.opened(problem, said))
+                images = seen(said, episode.images)
+                episode.set(prompt_ids=tuple(filled(self.template.opened(problem, said), images)))
+                episode.see(images)
             if episode.room < 1:
                 raise EpisodeFailed("its first messages leave no room (rollout.max_response_tokens)")
 
@@ -255,7 +267,9 @@ class Episodes(Engine):
                 why = turn.finish_reason
             if why:
                 score = episode.environment.ask("end")
-                episode.set(finish_reason=why, score=score and Score(**score))
+                shown = episode.images is not episode.request.problem.images
+                key = keep(self.album, episode.response.weight_version, [episode.images]) if shown else None
+                episode.set(finish_reason=why, score=score and Score(**score), images=key)
 
     def _answer(self, episode: Episode) -> str | None:
         """Returns the reason why the episode ends, or None."""
@@ -267,10 +281,12 @@ class Episodes(Engine):
             episode.say(turn["text"])
         if turn["done"] or len(episode.response.turns) == self.max_turns:
             return "stop"
-        between = self.template.after_turn(episode.request.problem, turn["text"], ids[-1])
+        images = seen(turn["text"], episode.images)
+        between = filled(self.template.after_turn(episode.request.problem, turn["text"], ids[-1]), images)
         if episode.room <= len(between):
             episode.say("[the episode ended at rollout.max_response_tokens]")
             return "length"
+        episode.see(images)
         episode.hear(between, [0.0] * len(between), [()] * len(between) if episode.response.supports else [])
         return None
 

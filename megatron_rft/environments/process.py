@@ -4,7 +4,7 @@ import itertools
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class EnvironmentProcesses:
 
 def shown(prompt: Prompt) -> dict[str, Any]:
     """What an environment sees of a problem."""
+    prompt = replace(prompt, images=prompt.images and list(prompt.images.sources))
     return {name: value for name, value in asdict(prompt).items() if name != "token_ids"}
 
 

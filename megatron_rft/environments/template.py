@@ -17,8 +17,9 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+from megatron_rft.data.images import Pictures
 from megatron_rft.data.rendering import as_text, described
-from megatron_rft.environments.base import Message
+from megatron_rft.environments.base import Message, text_of
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError, DataError, first_line
 from megatron_rft.utils.plain_text import plain_text
@@ -31,7 +32,8 @@ TEMPLATE = "the tokenizer's chat template"
 
 @dataclass(frozen=True)
 class Template:
-    """`variables`: those of the recipe (data.chat_template_kwargs). `stops`: tokens that end a turn."""
+    """`variables`: those of the recipe (data.chat_template_kwargs). `stops`: tokens that end a turn. The tokens that it
+    returns have one for each image: `Pictures.fill` makes them as many as its features."""
 
     tokenizer: Any
     stops: tuple[int, ...]
@@ -158,5 +160,16 @@ def messages(said: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
+def seen(said: str | list[Message], before: Pictures | None) -> Pictures | None:
+    """The images of what is said, if there are any. `before`: the episode's so far, which have their reader; None: its
+    model reads no images. Raises DataError."""
+    parts = [part for each in messages(said) if isinstance(each["content"], list) for part in each["content"]]
+    if not (images := [part["image"] for part in parts if "image" in part]):
+        return None
+    if before is None:
+        raise DataError("a message has an image: set data.image_field, a column that rows may lack")
+    return before.reader.pictures(images, "", "a message")
+
+
 def plain(said: str | list[Message]) -> str:
-    return "\n".join(message["content"] for message in messages(said))
+    return "\n".join(text_of(message["content"]) for message in messages(said))

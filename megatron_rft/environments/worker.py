@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.environments.base import Environment, Turn
+from megatron_rft.environments.base import Environment, Turn, content_of, text_of
 from megatron_rft.environments.process import row_of
 from megatron_rft.responses import Prompt, number
 from megatron_rft.rewards.user_reward import checked_score
@@ -84,7 +84,7 @@ class Host:
         self._seed(episode)
         self.episodes[episode] = environment = self.make()
         said = environment.reset(Prompt(token_ids=(), **prompt), seed) or ""
-        return checked_text(said, environment.reset, said)
+        return checked_said(said, environment.reset, said)
 
     def _step(self, episode: int, text: str) -> dict[str, Any]:
         self._seed(episode)
@@ -92,14 +92,14 @@ class Host:
         turn = step(text)
         if not isinstance(turn, Turn):
             raise user_code.broken(step, turn, "return a Turn(text, reward=..., done=...)")
-        checked_text(turn.text, step, turn)
+        text = checked_said(turn.text, step, turn)
         try:
             reward = number(turn.reward)
         except TypeError:
             reward = math.nan
         if not math.isfinite(reward):
             raise user_code.broken(step, turn, "its reward must be a finite number")
-        return {"text": turn.text, "reward": reward, "done": bool(turn.done)}
+        return {"text": text, "reward": reward, "done": bool(turn.done)}
 
     def _end(self, episode: int) -> dict[str, Any] | None:
         """Score and close."""
@@ -123,19 +123,21 @@ class Host:
         user_code.seed_generators(f"{seed}/{call}")
 
 
-def checked_text(text: Any, method: Callable[..., Any], returned: Any) -> Any:
-    """A text, or a list of messages, of what a method returned; not too long."""
+def checked_said(said: Any, method: Callable[..., Any], returned: Any) -> Any:
+    """A text, or a list of messages, of what a method returned; its texts not too long."""
     try:
-        json.dumps(text, ensure_ascii=False).encode()
-        length = len(text if isinstance(text, str) else "".join(each["role"] + each["content"] for each in text))
+        if not isinstance(said, str):
+            said = [each | {"content": content_of(each["content"])} for each in said]
+        json.dumps(said, ensure_ascii=False).encode()
+        length = sum(map(len, [said] if isinstance(said, str) else [m["role"] + text_of(m["content"]) for m in said]))
     except UnicodeEncodeError:
         raise user_code.broken(method, returned, user_code.SURROGATE) from None
-    except (TypeError, KeyError, ValueError):
-        form = 'a text or a list of {"role": ..., "content": text} is needed'
+    except (AttributeError, TypeError, KeyError, ValueError):
+        form = 'a text or a list of {"role": ..., "content": text, or a list of texts and images} is needed'
         raise user_code.broken(method, returned, form) from None
     if length > LONGEST:
         raise ValueError(f"{method.__name__} returned {length} characters, and {LONGEST} are allowed")
-    return text
+    return said
 
 
 if __name__ == "__main__":

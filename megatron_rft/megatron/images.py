@@ -49,28 +49,24 @@ class Images:
     merge: int
     first_stage: bool
 
-    def place(self, cells: Any, keys: Tensor, tokens: Tensor, positions: Tensor) -> "Placed":
-        """Place the images `keys` [N] of the groups of `cells` (packing._Cells), whose `tokens` and `positions` [T]
-        have no images yet."""
+    def place(self, cells: Any, keys: Tensor, tokens: Tensor, positions: Tensor) -> "Placed | None":
+        """Place the images `keys` [B] of the sequences of `cells` (packing._Cells), whose `tokens` and `positions` [T]
+        have no images yet. A sequence's images are those of its prompt, then those that its response was shown."""
         rope, features = positions.expand(3, -1).clone(), torch.full_like(tokens, -1)
-        firsts, later = {}, torch.zeros(len(keys), dtype=torch.long)  # of each key; added behind each group's prompt
-        count = 0
-        spans = zip(keys.tolist(), cells.prompts.tolist(), cells.prompt_lens.tolist(), strict=True)
-        for group, (key, start, length) in enumerate(spans):
-            if key < 0:
+        firsts, count = {}, 0  # the first feature of each key
+        for number, key in enumerate(keys.tolist()):
+            if key < 0 or not (grids := self.source.grids(key)):
                 continue
-            span = slice(start, start + length)
-            rope[:, span] = own = rope_positions(tokens[span], self.source.grids(key), self.token, self.merge)
-            later[group] = own.max() + 1 - length
-            mine = (tokens[span] == self.token).nonzero().flatten()
+            own = cells.of(number)
+            rope[:, own] = rope_positions(tokens[own], grids, self.token, self.merge)
+            mine = own[tokens[own] == self.token]
             if key not in firsts:
                 firsts[key], count = count, count + len(mine)
-            features[start + mine] = firsts[key] + torch.arange(len(mine))
-        places, sequences = cells.fed
-        if (tokens[places] == self.token).any():
-            raise DataError(f"a response has the token {self.token} of an image, which has no image: leave it out")
-        rope += torch.zeros_like(tokens).index_copy(0, places, later[cells.groups[sequences]])
-        return Placed(rope, features, [self.source.grids(key) for key in firsts], self._pixels(firsts))
+            features[mine] = firsts[key] + torch.arange(len(mine))
+        if ((tokens == self.token) & (features < 0)).any():
+            raise DataError(f"a sequence has the token {self.token} of an image, which has no image: leave it out")
+        grids = [self.source.grids(key) for key in firsts]
+        return Placed(rope, features, grids, self._pixels(firsts)) if firsts else None
 
     def _pixels(self, keys: dict[int, int]) -> Tensor | None:
         return torch.cat([self.source.pixels(key) for key in keys]) if self.first_stage else None
@@ -95,17 +91,17 @@ class Placed:
 
 
 def runs(ids: Tensor, grids: Sequence[Grid], token: int, merge: int) -> list[tuple[bool, int]]:
-    """[n] ids of a prompt -> its runs of image tokens, one for each of `grids`, and of text: (is an image, length).
+    """[n] ids of a sequence -> its runs of image tokens, one for each of `grids`, and of text: (is an image, length).
     Raises DataError if they do not fit."""
     same, lengths = (ids == token).unique_consecutive(return_counts=True)
     wanted = [t * (h // merge) * (w // merge) for t, h, w in grids]
     if (found := lengths[same].tolist()) != wanted:
-        raise DataError(f"a prompt has runs of {found} image tokens, and its images {[*grids]} need {wanted}")
+        raise DataError(f"a sequence has runs of {found} image tokens, and its images {[*grids]} need {wanted}")
     return list(zip(same.tolist(), lengths.tolist(), strict=True))
 
 
 def rope_positions(ids: Tensor, grids: Sequence[Grid], token: int, merge: int) -> Tensor:
-    """[n] ids of a prompt -> [3, n] positions. Raises DataError if its runs of image tokens do not fit `grids`."""
+    """[n] ids of a sequence -> [3, n] positions. Raises DataError if its runs of image tokens do not fit `grids`."""
     parts, start, rest = [], 0, iter(grids)
     for is_image, length in runs(ids, grids, token, merge):
         if is_image:

@@ -179,9 +179,8 @@ def pack(
     groups = inside.prompt_numbers if layout.share_prompts else torch.arange(len(inside))
     cells, padded = _place(inside, groups, layout)
     tokens, positions = cells.fill()
-    keys = inside.images[cells.first]
-    assert images is not None or (keys < 0).all(), "prompts with images, and a model that has none"
-    placed = images.place(cells, keys, tokens, positions) if (keys >= 0).any() else None
+    assert images is not None or (inside.images < 0).all(), "prompts with images, and a model that has none"
+    placed = images and images.place(cells, inside.images, tokens, positions)
     lines = 1 if layout.packed else len(inside)
     held = zigzag(padded, layout.cp_size, layout.cp_rank).view(lines, -1)  # [1, T_local] or [b, S_local]
     order = held.T.flatten()  # in the model's order
@@ -263,6 +262,11 @@ class _Cells:
         positions[prompt] = _offsets(self.prompt_lens)
         positions[response] = _cells(batch.prompt_lens, lens)
         return tokens, positions
+
+    def of(self, number: int) -> Tensor:
+        """[n] the cells of a sequence: its prompt's, then its fed response tokens'."""
+        starts = torch.stack([self.prompts[self.groups[number]], self.responses[number]])
+        return _cells(starts, torch.stack([self.batch.prompt_lens[number], fed_lens(self.batch)[number]]))
 
     def uses(self) -> Tensor:
         """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""

@@ -326,7 +326,8 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
         },
     )
     if any(rollout.prompt.images is not None for rollout in rollouts):
-        batch = batch.with_sequences(images=torch.tensor([rollout.prompt.images_key for rollout in rollouts]))
+        keys = [r.prompt.images_key if r.response.images is None else r.response.images for r in rollouts]
+        batch = batch.with_sequences(images=torch.tensor(keys))
     if responses and all(isinstance(response.routes, int) for response in responses):
         batch = batch.with_sequences(route=torch.tensor([response.routes for response in responses]))
     if any(len(response.segment_of) for response in responses):

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_rft.config.environment import Program
+from megatron_rft.data.images import ALBUM
 from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
@@ -45,8 +46,9 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     else:
         own_pace = outside and rollout.staleness > 1
         player = Episodes(*parts, at_once=rollout.max_batch_sequences if own_pace else None)
+    player.album = builder.folder.parent / ALBUM
     if kept:
-        player.kept = Kept(builder.folder.parent, rank, kept)
+        player.kept = Kept(builder.folder.parent, rank, kept, rollout.staleness + 1)
         stack.push(lambda failed, *_: None if failed else shutil.rmtree(player.kept.folder, ignore_errors=True))
     stack.callback(player.close)
     return player

@@ -64,6 +64,7 @@ def _trajectory(prompt: Prompt, sample: int, response: Response, text: str, scor
         segment_of=response.segment_of or None,
         turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
         images=prompt.images.digest if prompt.images_key >= 0 else None,
+        shown=response.images,
         fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
     )
 

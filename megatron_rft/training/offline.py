@@ -6,6 +6,7 @@ data.validation, or the store's held-out problems; the run exports the model wit
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_rft.config.sections import Run
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
-from megatron_rft.data.images import PromptImages
+from megatron_rft.data.images import ALBUM, PromptImages
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.families.checks import whole_sequences
@@ -121,7 +122,8 @@ def train(recipe: Recipe) -> int:
     stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
     shown = shown_again(stored, path, tokenizer)
     check_images(recipe.teaching if shown else None, build.tokenizer_folder(recipe.model))
-    own = {} if recipe.data.validation else {"validation": [shown.get(p.index, p) for p in stored.held_out]}
+    held_out = [replace(p, images=shown[p.index].images) if p.index in shown else p for p in stored.held_out]
+    own = {} if recipe.data.validation else {"validation": held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
     kind = recipe.environment and recipe.environment.kind
     check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out, kind)
@@ -144,13 +146,14 @@ def train(recipe: Recipe) -> int:
         given = reference
     models = Models(actor, objective.needs, given=given, norms_every=options.part_norms_every)
     if shown:
-        models.see(PromptImages(list(shown.values())))
+        models.see(PromptImages(list(shown.values()), Path(path) / ALBUM))
     data = reference.join(actor, data)
     return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), {}, own)
 
 
 def shown_again(stored: Stored, path: str, tokenizer: Any) -> dict[int, Prompt]:
-    """By number, the problems with images of the store at `path`, from the data set that it was generated from."""
+    """By number, the problems of the store at `path`, if they or its episodes have images, from the data set that it
+    was generated from."""
     section = stored.index["facts"].get("images")
     prompts = Problems(Data(**section)).prompts("train", tokenizer).prompts if section else []
     now = {prompt.index: prompt for prompt in prompts}
@@ -158,7 +161,7 @@ def shown_again(stored: Stored, path: str, tokenizer: Any) -> dict[int, Prompt]:
         if problem not in now or now[problem].images.digest != digest:
             where = f"row {problem + 1} of {section['train']['path']}"
             raise DataError(f"data.train: the images of {where} are not those that the store {path} was generated from")
-    return {problem: now[problem] for problem in stored.images}
+    return now
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:

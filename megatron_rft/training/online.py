@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
-from megatron_rft.data.images import PromptImages
+from megatron_rft.data.images import ALBUM, PromptImages
 from megatron_rft.data.prompts import PromptSet
 from megatron_rft.data.rendering import ask_again
 from megatron_rft.data.stream import Stream
@@ -56,7 +56,7 @@ def train(recipe: Recipe) -> int:
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
     models = build_models(recipe, hf_config, objective, of_row)
     if recipe.data.image_field:
-        models.see(PromptImages(prompts.prompts))
+        models.see(PromptImages(prompts.prompts, Path(recipe.run.output_dir) / ALBUM))
     routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:

@@ -17,12 +17,29 @@ from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
 from tests.integration.tiny import start as start_run
 
 EXAMPLE = ROOT / "examples/vision"
+AGAIN = """
+import base64, io
+from PIL import Image
+from megatron_rft.environments import Environment, Turn
+
+
+class Again(Environment):
+    def reset(self, prompt, seed):
+        self.seed = seed
+
+    def step(self, text):
+        Image.new("RGB", (56, 56), (self.seed % 256, 9, 9)).save(file := io.BytesIO(), "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        shown = {"type": "image_url", "image_url": {"url": url}}
+        return Turn([{"role": "user", "content": [shown, {"type": "text", "text": "And this?"}]}])
+"""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
     (folder / "odd.py").write_text("def odd(prompt, text):\n    return float(len(text) % 2)\n")
+    (folder / "again.py").write_text(AGAIN)
     (folder / "refine.txt").write_text("{question}\n{response}\n")
     subprocess.run([sys.executable, EXAMPLE / "make.py", folder], check=True, cwd=ROOT)
     return folder
@@ -123,6 +140,14 @@ BESIDE = {  # options, and a metric of each step that shows their effect
     ),
     "feedback": (["algorithm={name: sdpo, feedback: [sibling], max_feedback_tokens: 64}"], "sdpo/informed"),
     "process": (["rollout.placement=process"], "policy/grad_norm"),
+    "environment": (
+        [
+            "environment={kind: own, episode: MADE/again.py:Again, max_turns: 3, processes: 1}",
+            "rollout.stop=[a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v, w, x, y, z, A, B, C, D]",
+            "rollout.max_response_tokens=64",
+        ],
+        "environment/tokens_share",
+    ),
 }
 
 
@@ -139,6 +164,11 @@ def test_what_goes_with_images(made, start, tmp_path, name):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert all(torch.allclose(whole[name], two[name], atol=1e-4) for name in whole)
     assert max(line.get(metric, 0) for line in metrics(tmp_path / "whole")) > 0
+    if name == "environment":
+        lines = [line for out in ("whole", "two") for line in metrics(tmp_path / out) if line["step"]]
+        assert all(line["environment/turns_mean"] > 1 and line["mismatch/kl"] < 1e-9 for line in lines)
+        albums = [path.name for path in (tmp_path / "whole/environment/images").iterdir()]
+        assert min(albums) > "000000" and max(albums) == "000003", "those that no checkpoint needs are gone"
 
 
 def qwen3_vl(made, folder):

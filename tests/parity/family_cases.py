@@ -62,16 +62,18 @@ def mini_batch(config) -> Batch:
 
 
 def weighted(batch: Batch, generator: torch.Generator) -> Batch:
-    count = len(batch.response_ids)
-    noise = torch.randn(count, generator=generator)
-    return batch.with_tokens(noise=noise, response_mask=torch.ones(count))
+    mask = (batch.response_ids != IMAGE).float()
+    return batch.with_tokens(noise=torch.randn(len(mask), generator=generator) * mask, response_mask=mask)
 
 
 def seeing_batch(ids, generator: torch.Generator) -> Batch:
+    """The responses to the second prompt are episodes that were shown another image each."""
     one, two = [*ids(3), *[IMAGE] * 6, *ids(2)], [*[IMAGE] * 4, *ids(3), *[IMAGE] * 2, *ids(1)]
     prompts, keys = [one, one, two, ids(5)], [7, 8, 9, -1]
     owners = [0, 0, 1, 1, 2, 2, 3, 3]
-    batch = Batch.of([prompts[i] for i in owners], [ids(n) for n in (11, 3, 17, 24, 1, 8, 5, 2)])
+    responses = [ids(n) for n in (11, 3, 17, 24, 1, 8, 5, 2)]
+    responses[2][5:9] = responses[3][10:14] = [IMAGE] * 4
+    batch = Batch.of([prompts[i] for i in owners], responses)
     group, keys = torch.tensor(owners), torch.tensor([keys[i] for i in owners])
     return weighted(batch.with_sequences(group=group, images=keys), generator)
 
@@ -84,7 +86,7 @@ class Pictures:
         self.width = 3 * 2 * tower.patch_size**2
 
     def grids(self, key: int) -> list[tuple[int, int, int]]:
-        return [(1, 4, 4), (1, 4, 2)] if key == 9 else [(1, 4, 6)]
+        return {8: [(1, 4, 6), (1, 4, 4)], 9: [(1, 4, 4), (1, 4, 2)]}.get(key, [(1, 4, 6)])
 
     def pixels(self, key: int) -> torch.Tensor:
         patches = sum(t * h * w for t, h, w in self.grids(key))
@@ -123,8 +125,9 @@ def reference(config, path: Path, batch: Batch, dtype=torch.float32):
         logits = model(ids, **seen).logits[0, len(one.prompt_ids) - 1 : -1].float() / TEMPERATURE
         logits[:, never_sampled(config)] = -torch.inf
         found = logits.log_softmax(-1)
-        logprobs.append(found.gather(-1, one.response_ids[:, None])[:, 0])
-        entropies.append(-(found.exp() * found.clamp(min=-1e30)).sum(-1))
+        own = found.gather(-1, one.response_ids[:, None])[:, 0]
+        logprobs.append(own.where(one.response_mask > 0, 0.0))
+        entropies.append(-(found.exp() * found.clamp(min=-1e30)).sum(-1) * one.response_mask)
     logprobs = torch.cat(logprobs)
     (logprobs * batch.tokens["noise"]).sum().backward()
     return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model)

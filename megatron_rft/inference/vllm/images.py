@@ -45,8 +45,8 @@ def replace_processor(config: Any) -> None:
 
 
 def prompt(ids: Sequence[int], pictures: Any, config: Any, dtype: torch.dtype) -> MultiModalInput:
-    """vLLM's prompt of `ids`, which have a run of image tokens for each of the `pictures`. Their digest is the key of
-    vLLM's caches. Raises DataError if the runs do not fit the pictures."""
+    """vLLM's prompt of `ids`, which have a run of image tokens for each of the `pictures`. Their digests are the
+    keys of vLLM's caches. Raises DataError if the runs do not fit the pictures."""
     places, start, merge = [], 0, config.vision_config.spatial_merge_size
     for is_image, length in runs(torch.tensor(ids), pictures.grids, config.image_token_id, merge):
         places += [PlaceholderRange(start, length)] if is_image else []
@@ -57,8 +57,8 @@ def prompt(ids: Sequence[int], pictures: Any, config: Any, dtype: torch.dtype) -
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     inputs = BatchFeature({"pixel_values": pictures.pixels().to(dtype), "image_grid_thw": grids})
-    keys = [f"{pictures.digest}/{number}" for number in range(len(places))]
-    return mm_input(list(ids), MultiModalKwargsItems.from_hf_inputs(inputs, fields), {"image": keys}, {"image": places})
+    items, keys = MultiModalKwargsItems.from_hf_inputs(inputs, fields), list(pictures.digests)
+    return mm_input(list(ids), items, {"image": keys}, {"image": places})
 
 
 def features(*of_prompt: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
-from megatron_rft.data.images import ImageReader, PromptImages, decoded
+from megatron_rft.data.images import ImageReader, PromptImages, decoded, source_of
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.utils.errors import DataError
@@ -122,13 +122,18 @@ FRAMES = [Image.new("RGB", (28, 28), name) for name in ("red", "blue")]
         ("no/such.png", "names no file, and is no base64: 'no/such.png'"),
         (7, "has int instead of an image"),
         ({"bytes": None, "path": None}, "has NoneType instead of an image"),
-        (encoded(Image.new("RGB", (4000, 9))), "the model's processor refuses 'image': absolute aspect ratio"),
+        (encoded(Image.new("RGB", (4000, 9))), "is refused by the model's processor: absolute aspect ratio"),
     ],
 )
 def test_a_broken_image_is_refused_with_row_and_column(tokenizer, value, words):
     with pytest.raises(DataError, match=f"rows: row 2: (the column 'image' )?({words})") as raised:
         prompts(tokenizer, {"question": "a", "image": RED}, {"question": "b", "image": value})
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("count", [90, 300, 3000, 30000])
+def test_base64_of_any_length_is_no_path(count):
+    assert source_of(base64.b64encode(bytes(count)).decode()) == bytes(count)
 
 
 def test_the_number_of_an_image_in_a_list_is_named(tokenizer):

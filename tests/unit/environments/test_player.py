@@ -138,12 +138,12 @@ FAULTS = {
     "long": "10000000 characters",
     "interrupts": "KeyboardInterrupt:  (worlds.py, line",
 }
-FORM = 'a text or a list of {"role": ..., "content": text} is needed'
+FORM = 'a text or a list of {"role": ..., "content": text, or a list of texts and images} is needed'
 BROKEN = {
     "bytes": "Turn(text=b'no text', reward=0.0, done=False): " + FORM,
     "none": "Turn(text=None, reward=0.0, done=False): " + FORM,
     "no role": "Turn(text=[{'content': 'A'}], reward=0.0, done=False): " + FORM,
-    "parts": "Turn(text=[{'role': 'user', 'content': [{'type': 'text', 'text': 'A'}]}], reward: " + FORM,
+    "parts": "Turn(text=[{'role': 'user', 'content': [{'type': 'audio', 'audio': 'A'}]}], rewa: " + FORM,
     "no JSON": "Turn(text=[{'role': 'user', 'content': 'A', 'seen': {1, 2}}], reward=0.0, done=F: " + FORM,
     "surrogate": r"Turn(text='\ud800 x', reward=0.0, done=False): it has half of a surrogate pair",
     "nan": "Turn(text='A', reward=nan, done=False): its reward must be a finite number",

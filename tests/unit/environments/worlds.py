@@ -50,7 +50,7 @@ class Echo(Environment):
             case "no role":
                 return Turn([{"content": "A"}])
             case "parts":
-                return Turn([{"role": "user", "content": [{"type": "text", "text": "A"}]}])
+                return Turn([{"role": "user", "content": [{"type": "audio", "audio": "A"}]}])
             case "no JSON":
                 return Turn([{"role": "user", "content": "A", "seen": {1, 2}}])
             case "surrogate":

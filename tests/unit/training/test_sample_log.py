@@ -70,7 +70,7 @@ def test_a_sample_has_its_problem_and_all_numbers():
 
 def test_a_sample_shows_small_copies_of_the_images_and_the_prompts_text():
     Image.new("RGB", (400, 200), "red").save(file := io.BytesIO(), "PNG")
-    images = Pictures("", ((1, 4, 4),), (file.getvalue(),), None)
+    images = Pictures(("",), ((1, 4, 4),), (file.getvalue(),), None)
     sampled = [replace(each, prompt=replace(each.prompt, images=images)) for each in rollouts((0.0, 1.0))]
     shown = shown_samples(to_batch(sampled), [], sampled, Bytes())[0]
     kind, _, content = shown.images[0].partition(";base64,")
