@@ -362,11 +362,12 @@ def test_openais_client(play, chat_engine, tokenizer):
 
 def said(options, template, problem, texts, longest=2000):
     """The episode in which the policy says these texts."""
-    log = Path(tempfile.mkdtemp(), "never")
-    processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, log)
-    named = (options.name, options.max_turns, options.turn_tokens)
-    with contextlib.closing(Programs(None, processes, template, str, *named, options=options)) as player:
-        return scripted(player, [(problem, texts)], longest)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = EnvironmentProcesses(options.own_options(), 1, options.episode_timeout_s, Path(folder, "never"))
+        named = (options.name, options.max_turns, options.turn_tokens)
+        player = Programs(None, processes, template, str, *named, options=options)
+        with contextlib.closing(player):
+            return scripted(player, [(problem, texts)], longest)
 
 
 def test_calls_of_tools(play, tokenizer):
