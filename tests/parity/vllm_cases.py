@@ -1,6 +1,6 @@
-"""Runs under torchrun: compares vLLM's output after each of five syncs from actors in three layouts with transformers.
+"""Runs under torchrun: compares vLLM's output after each of SYNCS syncs from actors in three layouts with transformers.
 
-    vllm_cases.py FOLDER PLACEMENT/FAMILY/tied|untied ...
+    vllm_cases.py FOLDER SYNCS PLACEMENT/FAMILY/tied|untied ...
 
 As in a run every rank has an engine of its own (`colocated`), both ranks are one engine (`together`; `apart`, if each
 of them has experts of its own), or rank 0 has one in a process or behind a server: it gets the weights of all layouts.
@@ -8,6 +8,7 @@ Rank 0 compares. Greedy tokens are transformers' where each has its largest log-
 one line per sync.
 """
 
+import gc
 import random
 import sys
 from functools import partial
@@ -62,7 +63,7 @@ MORE = {
 LAYOUTS = {"tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2)}
 OF_EXPERTS = {"tp1": {}, "ep2": dict(ep=2), "tp2": dict(tp=2, sp=True)}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}  # an engine's process is not a rank
-SYNCS, PROMPTS, TOKENS = 5, 64, 12
+PROMPTS, TOKENS = 64, 12
 
 
 def lookup(hf_config, seed):
@@ -111,7 +112,7 @@ def build(placement, hf_config, folder):
     return EnginePool([LocalServer(hf_config, torch.float32, folder / "log", ALONE, room)], torch.float32)
 
 
-def case(placement, family, tied, root):
+def case(placement, family, tied, root, syncs):
     shape = SHAPE | MORE.get(family, {})
     together = placement in TOGETHER
     if together:
@@ -121,12 +122,13 @@ def case(placement, family, tied, root):
     views = hf_views(model, hf_config)
     tie = "tied" if tied else "untied"
     engine = build(placement, hf_config, root / f"{placement}_{family}_{tie}")
+    gc.freeze()  # each layout's collection would look at all that was imported
     for place, (name, layout) in enumerate((OF_EXPERTS if experts(hf_config) else LAYOUTS).items()):
         parallel.destroy_layout()
         parallel.initialize(section(**layout))
         chunks = models.build(hf_config, section(**layout), "fp32")
-        for sync in range(SYNCS):
-            version = place * SYNCS + sync
+        for sync in range(syncs):
+            version = place * syncs + sync
             weights.load(chunks, lookup(hf_config, version), Mapping(hf_config))
             weight_sync.send(weights.stream(chunks, Mapping(hf_config)), engine, version, verify=sync == 0 or together)
             weights.save_folder(weights.stream(chunks, Mapping(hf_config)), root / "export", hf_config)
@@ -193,9 +195,10 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     parallel.initialize(section())
-    for each in sys.argv[2:]:
+    root, syncs = Path(sys.argv[1]), int(sys.argv[2])
+    for each in sys.argv[3:]:
         placement, family, tie = each.split("/")
-        case(placement, family, tie == "tied", Path(sys.argv[1]))
+        case(placement, family, tie == "tied", root, syncs)
     parallel.shutdown()
 
 
