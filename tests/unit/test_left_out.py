@@ -34,7 +34,7 @@ def test_the_rest_is_what_is_slow_and_what_was_skipped(tmp_path):
         "import os, pytest\nif 'REST_OF_TESTS' not in os.environ: pytest.skip('no mkdocs', allow_module_level=True)\n"
         "def test_d(): pass\n"
     )
-    hooks = "pytest_collection_modifyitems, pytest_collectreport, pytest_runtest_logreport"
+    hooks = "pytest_collection_modifyitems, pytest_collectreport, pytest_ignore_collect, pytest_runtest_logreport"
     (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: for this test\n")
     skipped = tmp_path / "skipped"
