@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -202,8 +201,8 @@ def _some(names: list[str], most: int = 3) -> str:
 class FolderWriter:
     """Writes an HF folder, which transformers can load: call `add` with each tensor, then `finish`."""
 
-    def __init__(self, path: str | Path, shard_bytes: int = 4 << 30, save: Callable = save_file):
-        self.path, self.shard_bytes, self.save = Path(path), shard_bytes, save
+    def __init__(self, path: str | Path, shard_bytes: int = 4 << 30):
+        self.path, self.shard_bytes = Path(path), shard_bytes
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
@@ -221,7 +220,7 @@ class FolderWriter:
             self._flush()
 
     def _flush(self) -> None:
-        self.save(self.pending, self.partial / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
+        save_file(self.pending, self.partial / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
         self.shards.append(list(self.pending))
         self.pending = {}
 

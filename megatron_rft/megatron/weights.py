@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rft.config.lora import Lora
@@ -222,17 +221,16 @@ def save_folder(
     hf_config: Any,
     tokenizer_folder: str | Path | None = None,
     beside: dict[str, str] | None = None,
-    save: Callable = save_file,
 ) -> None:
     """Write a `stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
-    writes, each file by `save`; all ranks return together.
+    writes; all ranks return together.
 
     Raises:
         RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
     """
     full = [False]
     if parallel.rank() == 0:
-        writer = FolderWriter(path, save=save)
+        writer = FolderWriter(path)
         try:
             for name, tensor in tensors:
                 writer.add(name, tensor)

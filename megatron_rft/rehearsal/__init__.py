@@ -10,7 +10,6 @@ memory by category, kernels, collectives, and the host's waits for the device.
     ledger    the counts
     patches   stands in for code that needs values or neighbours
     batches   makes a batch of the recipe's sizes
-    saving    makes a checkpoint and an export without writing
     rank      runs one rank's step in a process of its own            python -m megatron_rft.rehearsal.rank
     report    writes the counts as text                               no torch
 

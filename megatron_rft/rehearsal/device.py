@@ -8,9 +8,6 @@ fake host tensors without memory; the ledger counts them as host memory.
 A global FakeTensorMode would make host tensors fake as well, but packing reads their values.
 """
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +26,6 @@ aten = torch.ops.aten
 SHADOW = 1 << 22  # elements of the largest tensor whose values are kept
 FLOAT_SHADOW = 4096  # the same for floating point: lengths and scalars, but no activations
 REAL_ON_HOST = 1 << 20  # bytes; a larger copy of a device tensor in low precision has no memory on the host either
-FACTORIES = (aten.zeros.default, aten.empty.memory_format)
 NO_TRAFFIC = ("empty", "_unsafe_view", "view", "detach", "alias")
 
 
@@ -53,7 +49,6 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.ledger, self.fake = ledger, FakeTensorMode(allow_non_fake_inputs=True)
         self.shadows, self.storages = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self.host_memory = True  # whether large host tensors have memory
         ledger.in_backward = in_backward
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,8 +57,6 @@ class FakeDevice(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
         if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
-            if not self.host_memory and func in FACTORIES and math.prod(args[0]) > REAL_ON_HOST:
-                return self.on_host(lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -73,15 +66,6 @@ class FakeDevice(TorchDispatchMode):
         if to_host and any(is_fake(x, "cuda") for x in tensors):
             return self._copy_to_host(func, args, kwargs)
         return self._on_device(func, args, kwargs, tensors, target)
-
-    @contextmanager
-    def shapes_on_the_host(self) -> Iterator[None]:
-        """Make large host tensors without memory in this context; the ledger counts them."""
-        self.host_memory = False
-        try:
-            yield
-        finally:
-            self.host_memory = True
 
     # ---- reads by the host
 
@@ -104,7 +88,7 @@ class FakeDevice(TorchDispatchMode):
             return shadow.to(dtype, copy=True)
         entry, size = self.storages.get(source.untyped_storage()), source.numel() * dtype.itemsize
         low = dtype.itemsize == 2 or (entry and entry[1] == "weights")
-        if size > REAL_ON_HOST and (low or not self.host_memory):
+        if size > REAL_ON_HOST and low:
             return self.on_host(lambda: torch.empty(source.shape, dtype=dtype))
         return torch.zeros(source.shape, dtype=dtype)
 

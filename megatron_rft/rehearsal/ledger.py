@@ -15,7 +15,7 @@ from megatron_rft.plan.devices import NODE, Device, Efficiency
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BETWEEN = "between"
-NOT_TIMED = (BETWEEN, "start", "loading", "generation", "checkpoint", "export")  # phases outside of a step's seconds
+NOT_TIMED = (BETWEEN, "start", "loading", "generation")  # phases outside of a step's seconds
 RECURRING = ("forward", "backward", "pipeline")
 BLOCK = 512  # bytes; sizes of torch's allocator are multiples of it
 

@@ -1,4 +1,4 @@
-"""Runs one rank's step: models, log-probs, updates, the stream of weights, a checkpoint and an export.
+"""Runs one rank's step: models, log-probs, updates, the stream of weights.
 
 python -m megatron_rft.rehearsal.rank
 
@@ -130,7 +130,6 @@ class Step:
         parallel.initialize(self.recipe.megatron)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        from megatron_rft.rehearsal import saving
         from megatron_rft.training.engines import DTYPES
 
         models = self._online() if self.recipe.trainer == "rl" else self._stored()
@@ -141,7 +140,6 @@ class Step:
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
             dtype = DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
             deque(models.actor.stream(dtype=dtype), maxlen=0)
-        saving.rehearse(self.ledger, self.mode, models)
         return self.times
 
     # ---- trainers

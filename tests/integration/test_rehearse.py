@@ -18,7 +18,7 @@ from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
 from megatron_rft.conversion import load_config
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import saved, update_memory
+from megatron_rft.plan.memory import update_memory
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.rehearsal import report
@@ -122,9 +122,8 @@ def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
     assert "TP 2 x PP 2 x CP 1 x DP 2" in told and "fits" in told.splitlines()[-1]
     first, last = stages
     phases = {"log-probs", "critic's values", "verification", "critic's training", "training", "weights to the engine"}
-    phases |= {"checkpoint"}
-    assert phases | {"export"} <= set(first["found"]["peaks"]) and (first["rank"], last["rank"]) == (0, 4)
-    assert phases <= set(last["found"]["peaks"]) and "export" not in last["found"]["peaks"]
+    assert phases <= set(first["found"]["peaks"]) and (first["rank"], last["rank"]) == (0, 4)
+    assert phases <= set(last["found"]["peaks"])
     for phase in ("verification", "training"):
         micro_batches = first["found"]["micro_batches"][phase]
         sent = of_group(first, phase, "pipeline")["send"][0]
@@ -212,7 +211,7 @@ def test_training_only_has_the_peaks_of_a_whole_rehearsal(rehearse):
         assert status == 0, told + error
         found.append({phase: peak["total"] for phase, peak in stage["found"]["peaks"].items()})
     whole, part = found
-    assert {"log-probs", "verification", "checkpoint"} <= set(whole) - set(part)
+    assert {"log-probs", "verification"} <= set(whole) - set(part)
     assert part["loading"] == whole["loading"] and part["training"] == pytest.approx(whole["training"], rel=0.01)
 
 
@@ -302,8 +301,6 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once
     assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
-    copies = found["host"]["checkpoint"] - found["host"]["weights to the engine"]
-    assert copies == pytest.approx(saved(options, s, layout, number), rel=within)
     both = state.total + estimate, peak["total"]
     assert both[0] == pytest.approx(both[1], rel=within), (peak["parts"], state, estimate)
 

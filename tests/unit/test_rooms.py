@@ -19,7 +19,6 @@ STARTED = {
     "inference/vllm/seeing_server": "integration/test_vision.py",
     "inference/vllm/worker_extension": "parity/test_vllm_server.py",
     "rehearsal/rank": "integration/test_rehearse.py",
-    "rehearsal/saving": "integration/test_rehearse.py",
     "rewards/signatures": "unit/rewards/test_user_reward.py",
     "report/status": "unit/report/test_status.py",
     "rewards/worker": "unit/rewards/test_user_reward.py",
