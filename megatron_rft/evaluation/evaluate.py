@@ -6,7 +6,7 @@ for every layout, because a completion depends only on (seed, name, problem, its
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,6 @@ class EvalResult:
     standard_error: float
     pass_at_k: dict[int, float]
     majority: float  # of all samples
-    majority_at_k: dict[int, float]
-    by_subject: dict[str, dict[str, float]]  # if the data has subjects: problems, pass_at_1, standard_error of each
-    by_level: dict[str, dict[str, float]]
     errors: int  # completions on which the grader failed; no accuracy includes them
     truncated: float  # share of completions that hit the token limit
     mean_tokens: float
@@ -202,7 +199,6 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
     correct = [[each.correct for each in problem] for problem in problems]
     mean, standard_error = passk.pass_at_1(correct)
     answers = [[each.answer for each in problem] for problem in problems]
-    majority_at_k = {k: passk.mean_majority_at_k(answers, correct, k) for k in passk.ks_up_to(samples)}
     return EvalResult(
         name=name,
         problems=len(problems),
@@ -210,10 +206,7 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         pass_at_1=mean,
         standard_error=standard_error,
         pass_at_k={k: passk.mean_pass_at_k(correct, k) for k in passk.ks_up_to(samples)},
-        majority=majority_at_k[samples],
-        majority_at_k=majority_at_k,
-        by_subject=passk.breakdown([problem[0].subject for problem in problems], correct),
-        by_level=passk.breakdown([problem[0].level for problem in problems], correct),
+        majority=fmean(passk.majority(*each) or 0.0 for each in zip(answers, correct, strict=True)),
         errors=sum(each.reward is None for each in completions),
         truncated=fmean(each.finish_reason == "length" for each in completions),
         mean_tokens=fmean(each.tokens for each in completions),
@@ -262,22 +255,6 @@ def table(results: list[EvalResult]) -> str:
         ]
         for each in results
     ]
-    return "\n\n".join([_markdown(head, rows), *_breakdowns(results)])
-
-
-def _breakdowns(results: list[EvalResult]) -> Iterator[str]:
-    """One more table for each benchmark with subjects, and with levels."""
-    for result in results:
-        for what, parts in (("subject", result.by_subject), ("level", result.by_level)):
-            rows = [
-                [name, str(part["problems"]), passk.with_error(part["pass_at_1"], part["standard_error"])]
-                for name, part in parts.items()
-            ]
-            if rows:
-                yield _markdown([f"{result.name}: {what}", "problems", "pass@1"], rows)
-
-
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
     written = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in written)
 

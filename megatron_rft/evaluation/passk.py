@@ -52,27 +52,6 @@ def majority(answers: Sequence[str | None], correct: Sequence[float | None]) -> 
     return next(value for answer, value in votes if answer == winner)
 
 
-def mean_majority_at_k(answers: Sequence[Sequence[str | None]], correct: Correct, k: int) -> float:
-    """maj@k over problems: each problem's completions vote in disjoint blocks of k, in order; a block without any
-    answer is wrong. Blocks are independent, so their mean has no bias."""
-    values = []
-    for said, right in zip(answers, correct, strict=True):
-        blocks = [slice(start, start + k) for start in range(0, len(said) - k + 1, k)]
-        values.append(fmean(majority(said[block], right[block]) or 0.0 for block in blocks))
-    return fmean(values)
-
-
-def breakdown(groups: Sequence[str | None], correct: Correct) -> dict[str, dict[str, float]]:
-    """pass@1 of the problems of each group, by name ("2" before "10"); problems without a group are in none."""
-    results: dict[str, dict[str, float]] = {}
-    names = {group for group in groups if group is not None}
-    for name in sorted(names, key=lambda name: name.zfill(9) if name.isdecimal() else name):
-        rows = [row for group, row in zip(groups, correct, strict=True) if group == name]
-        mean, error = pass_at_1(rows)
-        results[name] = {"problems": len(rows), "pass_at_1": mean, "standard_error": error}
-    return results
-
-
 def ks_up_to(samples: int) -> list[int]:
     """The k that a table shows: 1, 2, 4 ... and n itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]

@@ -92,27 +92,9 @@ def test_numbers_and_files(tmp_path):
     cache = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
     assert saved["pass_at_1"] == result.pass_at_1 and "completions" not in saved
     assert len(cache) == 28 and cache[0]["problem"] == 10 and cache[0]["text"].startswith("so\n#### ")
-    assert saved["majority_at_k"]["4"] == result.majority and saved["by_level"]["1"]["problems"] == 3
+    assert saved["majority"] == result.majority and cache[0]["level"] == "0"
     assert (tmp_path / "results.md").read_text() == table([result]) + "\n"
     assert table([result]).splitlines()[2].startswith(f"| toy | 7 | 4 | {result.pass_at_1:.3f} ± ")
-
-
-def test_pass_at_1_by_subject_and_level():
-    result = run()
-    right = {each.problem: [] for each in result.completions}
-    for each in result.completions:
-        right[each.problem].append(each.reward)
-    even = [value for problem in (10, 12, 14, 16) for value in right[problem]]
-    assert result.by_level["0"]["problems"] == 4 and list(result.by_level) == ["0", "1"]
-    assert result.by_level["0"]["pass_at_1"] == pytest.approx(sum(even) / 16)
-    assert result.by_subject == {
-        "sums": {"problems": 7, "pass_at_1": result.pass_at_1, "standard_error": result.standard_error}
-    }
-    level = result.by_level["1"]
-    assert f"| test: level | problems | pass@1 |\n| --- | --- | --- |\n| 0 | 4 | {sum(even) / 16:.3f}" in table(
-        [result]
-    )
-    assert f"| 1 | 3 | {level['pass_at_1']:.3f} ± {level['standard_error']:.3f} |" in table([result])
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):

@@ -5,10 +5,8 @@ from statistics import fmean
 import pytest
 
 from megatron_rft.evaluation.passk import (
-    breakdown,
     ks_up_to,
     majority,
-    mean_majority_at_k,
     mean_pass_at_k,
     pass_at_1,
     pass_at_k,
@@ -45,18 +43,3 @@ def test_majority():
     assert majority(["a", "b", "b"], [1, 0, 0]) == 0
     assert majority(["a", "b"], [1, 0]) == 1  # a tie: the earlier
     assert majority([None, None, "b"], [0, 0, 1]) == 1 and majority([None], [0]) is None
-
-
-def test_majority_at_k_votes_in_blocks():
-    answers, right = [["a", "a", "b", "b", "b"]], [[1, 1, 0, 0, 0]]
-    assert mean_majority_at_k(answers, right, 5) == 0  # b has three votes
-    assert mean_majority_at_k(answers, right, 2) == 0.5  # aa, bb; the fifth is left over
-    assert mean_majority_at_k(answers, right, 1) == 0.4
-    assert mean_majority_at_k([[None, None]], [[0, 0]], 2) == 0
-
-
-def test_breakdown_by_group():
-    parts = breakdown(["10", "2", None, "2"], [[1, 1], [0, 1], [1, 1], [0, 0]])
-    assert list(breakdown(["b", "a", "c"], [[1], [1], [0]])) == ["a", "b", "c"]
-    assert list(parts) == ["2", "10"] and parts["10"]["problems"] == 1
-    assert parts["2"] == {"problems": 2, "pass_at_1": 0.25, "standard_error": 0.25}  # a_1 = 0, a_2 = 1/2
