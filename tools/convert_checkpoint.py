@@ -1,6 +1,6 @@
-"""Convert a checkpoint: Hugging Face to Megatron, Megatron to Hugging Face, or the same format with other files.
+"""Convert a checkpoint: Hugging Face to Megatron, or Megatron to Hugging Face.
 
-    python tools/convert_checkpoint.py Qwen/Qwen3-8B-Base checkpoints/qwen3_8b --tensor-parallel 8
+    python tools/convert_checkpoint.py Qwen/Qwen3-8B-Base checkpoints/qwen3_8b
     python tools/convert_checkpoint.py runs/pipo exported
 
 The same as `megatron-rft convert`; docs/checkpoints.md says more.

@@ -93,7 +93,7 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = convert(args.source, args.out, args.to, args.like, args.tensor_parallel, args.file_gib, args.logits)
+    report = convert(args.source, args.out, args.to, args.like, args.logits)
     if report is not None:
         print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
         print(f"digest of the model: {report.digest}")
@@ -105,8 +105,6 @@ def convert(
     out: Path,
     to: str | None = None,
     like: str | None = None,
-    tensor_parallel: int | None = None,
-    file_gib: float = 4.0,
     logits: bool = False,
 ) -> Conversion | None:
     """Convert the checkpoint at `path`. The arguments are those of the command line. Returns None for adapters in
@@ -114,16 +112,13 @@ def convert(
     source = find_source(path, like)
     models.check_architecture(source.hf_config)
     to = to or ("megatron" if source.format == "hf" else "hf")
-    if tensor_parallel and to == "hf":
-        raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
     if to == "peft":
-        if logits or tensor_parallel:
-            raise ConfigError("--logits and --tensor-parallel do nothing with --to peft: leave them out")
+        if logits:
+            raise ConfigError("--logits does nothing with --to peft: leave it out")
         return write_peft(source, out, like)
     check = partial(compare_logits, source) if logits else lambda _: None
-    sizes = {"tensor_parallel": tensor_parallel or 1, "file_bytes": round(file_gib * 2**30)}
-    return conversion.convert(source, out, to, check=check, **sizes)
+    return conversion.convert(source, out, to, check=check)
 
 
 def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:

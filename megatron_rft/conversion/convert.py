@@ -67,7 +67,6 @@ def convert(
     out: Path,
     to: Format,
     *,
-    tensor_parallel: int = 1,
     file_bytes: int = 4 << 30,
     check: Callable[[SourceCheckpoint], None] = lambda _: None,
 ) -> Conversion:
@@ -88,7 +87,7 @@ def convert(
             writer.finish(source.hf_config, source.companions)
         else:
             partial.mkdir(parents=True)
-            MegatronWriter(partial, source.hf_config, tensor_parallel, file_bytes).write(read)
+            MegatronWriter(partial, source.hf_config, file_bytes).write(read)
             whole_config(source.hf_config).save_pretrained(partial)
             copy_companions(source.companions, partial)
         written = replace(source, path=partial, format=to, merged=None)

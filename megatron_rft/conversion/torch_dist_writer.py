@@ -1,7 +1,6 @@
 """Writes megatron-core's distributed checkpoints (torch_dist) without a process group, one parameter at a time.
 
-Ranks of any parallel layout can read them. Parameters are split into one chunk per tensor-parallel rank of the expected
-layout: ranks read whole chunks, so each of them then reads only its own part.
+Ranks of any parallel layout can read them. A layer's parameter is one chunk, which each rank reads whole and cuts.
 
 `torch.distributed.checkpoint.save` is not used: its FileSystemWriter sorts the tensors by size (with several files, or
 where it sees a GPU), so that a planner could not make one parameter at a time, and it cannot limit the size of a file.
@@ -11,20 +10,18 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from megatron_rft.conversion.mapping import GATE_AND_UP, LAYER, VOCABULARY, Mapping, padded_vocab
+from megatron_rft.conversion.mapping import LAYER, Mapping
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Location, locations
-from megatron_rft.families.shapes import canonical_shapes, experts, partition_dim
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.families.shapes import canonical_shapes, experts
 from megatron_rft.utils.files import flush
 
 # Megatron's linear layers store a state of Transformer Engine beside the weight, and require it when they are loaded.
@@ -34,8 +31,8 @@ WITH_STATE = re.compile(r"decoder\..*\.(linear_(?!q_down|kv_down)\w+|in_proj|out
 class MegatronWriter:
     """`write` stores the tensors of a lookup in `folder`, which must exist and be empty."""
 
-    def __init__(self, folder: Path, hf_config: Any, tensor_parallel: int = 1, file_bytes: int = 4 << 30):
-        self.folder, self.hf_config, self.tp, self.file_bytes = folder, hf_config, tensor_parallel, file_bytes
+    def __init__(self, folder: Path, hf_config: Any, file_bytes: int = 4 << 30):
+        self.folder, self.hf_config, self.file_bytes = folder, hf_config, file_bytes
         self.tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self.mapping = Mapping(hf_config)
@@ -45,10 +42,8 @@ class MegatronWriter:
         mapping = self.mapping
         for name in canonical_shapes(self.hf_config):
             whole = mapping.merge(name, [lookup(hf_name) for hf_name in mapping.hf_names(name)])
-            if name in VOCABULARY:
-                whole = F.pad(whole, (0, 0, 0, padded_vocab(len(whole), self.tp) - len(whole)))
             for location in self._locations(name):
-                self._add(name, location, whole)
+                self._add(location, whole)
                 if WITH_STATE.fullmatch(name):
                     self._add_state(location)
         self._finish()
@@ -69,30 +64,15 @@ class MegatronWriter:
         single = possible[1::2]
         return single if "pre_mlp_layernorm" in name or "input_layernorm" in name else single[:1]
 
-    def _add(self, name: str, location: Location, whole: Tensor) -> None:
+    def _add(self, location: Location, whole: Tensor) -> None:
         key, index = location.key, location.index
         size = torch.Size((*location.outer, *whole.shape))
         if key not in self.tensors:
             self.tensors[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=whole.dtype), size, [])
-        chunks = self.tensors[key].chunks
-        for offset, part in self._split(name, whole):
-            shape = torch.Size((*(1 for _ in index), *part.shape))
-            chunk = dcp.ChunkStorageMetadata(torch.Size((*index, *offset)), shape)
-            self._store(dcp.MetadataIndex(key, chunk.offsets, len(chunks)), part.reshape(shape).clone())
-            chunks.append(chunk)
-
-    def _split(self, name: str, whole: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield (offset, part) for each tensor-parallel rank. Gate and up are concatenated, and split separately."""
-        dim = partition_dim(name)
-        if dim is None:
-            yield (0,) * whole.dim(), whole
-            return
-        count = self.tp * (2 if GATE_AND_UP.fullmatch(name) else 1)
-        if whole.shape[dim] % count:
-            raise ConfigError(f"{name} {tuple(whole.shape)} cannot be split over {self.tp} tensor-parallel ranks")
-        size = whole.shape[dim] // count
-        for number, part in enumerate(whole.split(size, dim)):
-            yield tuple(number * size if d == dim else 0 for d in range(whole.dim())), part
+        chunks, shape = self.tensors[key].chunks, torch.Size((*(1 for _ in index), *whole.shape))
+        chunk = dcp.ChunkStorageMetadata(torch.Size((*index, *(0 for _ in whole.shape))), shape)
+        self._store(dcp.MetadataIndex(key, chunk.offsets, len(chunks)), whole.reshape(shape).clone())
+        chunks.append(chunk)
 
     def _add_state(self, location: Location) -> None:
         """Store an empty state for Transformer Engine."""

@@ -61,7 +61,7 @@ def case(hf_config, layout, folder, expected):
     """The numbers of tensors that differ: (as ranks load them, as conversion reads what ranks saved)."""
     written = fresh(folder / "written")
     if dist.get_rank() == 0:
-        MegatronWriter(written, hf_config, layout.get("tp", 1), file_bytes=50_000).write(expected.__getitem__)
+        MegatronWriter(written, hf_config, file_bytes=50_000).write(expected.__getitem__)
     dist.barrier()
     megatron = section(**layout)
     chunks = models.build(hf_config, megatron, "fp32")

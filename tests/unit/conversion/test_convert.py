@@ -18,7 +18,7 @@ from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import SourceCheckpoint, convert
 from megatron_rft.conversion.torch_dist import MegatronFolder, Unpickler
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+from megatron_rft.utils.errors import DataError, RunFailed
 from tests import families
 from tests.shapes import SMALL
 
@@ -69,7 +69,7 @@ def files(folder):
 def test_there_and_back(tmp_path, family):
     hf_config = FAMILIES[family]
     source = write(tmp_path / "hf", hf_config)
-    there = convert(source, tmp_path / "megatron", "megatron", tensor_parallel=2, file_bytes=2000)
+    there = convert(source, tmp_path / "megatron", "megatron", file_bytes=2000)
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 1
     middle = SourceCheckpoint(tmp_path / "megatron", "megatron", hf_config, tmp_path / "megatron")
     again = convert(middle, tmp_path / "recut", "megatron")
@@ -191,12 +191,6 @@ def test_a_safetensors_file_that_is_cut_off(source, tmp_path):
 def test_an_output_that_is_there_already(source, megatron):
     with pytest.raises(DataError, match="exists already"):
         convert(source, megatron.path, "megatron")
-
-
-def test_tensor_parallel_ranks_that_do_not_divide(source, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be split over 7 tensor-parallel ranks"):
-        convert(source, tmp_path / "out", "megatron", tensor_parallel=7)
-    assert files(tmp_path) == ["hf"]
 
 
 def test_bits_that_do_not_come_back(source, tmp_path, monkeypatch):
