@@ -13,9 +13,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,6 @@ def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of all complete lines, oldest first. A run may be writing to the file."""
     return [record for _, record in _records(Path(path).read_bytes().splitlines(keepends=True))]
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[3, 4, 5, 9] -> "3-5, 9"."""
-    groups = groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0])
-    ends = ([number for _, number in group] for _, group in groups)
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
 
 
 class StepFile:

@@ -15,7 +15,6 @@ from megatron_rft.tracking.metrics import (
     StepFile,
     add_note,
     due,
-    ranges,
     shortened,
 )
 from megatron_rft.tracking.progress import Progress, make_progress
@@ -51,7 +50,8 @@ class Tracker:
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
-            self.note(f"{METRICS_FILE} has no lines of steps {ranges(lost)}: something else has changed the file")
+            what = f"has no lines of {len(lost)} steps, of which step {min(lost)} is the first"
+            self.note(f"{METRICS_FILE} {what}: something else has changed the file")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if not self._files:
