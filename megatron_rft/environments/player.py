@@ -44,6 +44,7 @@ class Episode:
     longest: int
     response: Response = Response((), (), "", -1)
     images: Any = None  # the problem's, then those that the environment has shown so far
+    key: str = ""  # of kept.py
 
     @property
     def ended(self) -> bool:
@@ -151,6 +152,8 @@ class Episodes(Engine):
 
     def close(self) -> None:
         self.processes.close()
+        if self.kept:
+            self.kept.close()
 
     # ---- the episodes of one engine
 

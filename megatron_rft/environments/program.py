@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rft.config.environment import Program
 from megatron_rft.environments.base import Message
+from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.messages import Spoken
 from megatron_rft.environments.player import turn_seed
 from megatron_rft.environments.process import EpisodeEnvironment, EpisodeFailed, row_of, shown
@@ -74,6 +75,7 @@ class World:
     spoken: Spoken
     folder: Path
     endpoint: Any
+    kept: Kept | None = None
 
 
 class ProgramEpisode:
@@ -87,6 +89,7 @@ class ProgramEpisode:
         self.world, self.request, self.sample, self.longest, self.grader = world, request, sample, longest, grader
         self.secret, self.tree, self.jobs = secrets.token_urlsafe(24), Tree(), {}
         self.response = Response((), (), "", -1)
+        self.key, self.calls = "", {}  # of kept.py: what was asked -> a checksum of what was sampled
         self.open: list[Ask] = []
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts
         self.turns = self.segments = self.numbers = 0
@@ -229,6 +232,8 @@ class ProgramEpisode:
             self.open.remove(ask)
             self.unsent += 1
             self.since = self.arrived = self.changed_at = time.monotonic()
+        if kept := self.world.kept:
+            kept.call(self, ask.number, request_seed(ask.seed, ask.max_tokens, *ask.stop), sampled.token_ids)
         ask.answer.set_result((message, turn))
 
     def settle(self) -> None:
@@ -293,6 +298,8 @@ class ProgramEpisode:
     def _finish(self, status: int) -> None:
         if not self.tree.turns:
             raise EpisodeFailed(f"ended with status {status} before the policy had a turn: {self._tail()}")
+        if kept := self.world.kept:
+            kept.finish(self)
         score = None
         if self.grader is not None:
             score = self.grader.submit(self._graded, status).result()

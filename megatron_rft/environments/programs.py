@@ -43,7 +43,7 @@ class Programs(Episodes):
     @cached_property
     def world(self) -> World:
         spoken = Spoken(self.template.tokenizer, self.template.stops)
-        return World(self.options, self.template, spoken, self.folder, Endpoint(self.options.host))
+        return World(self.options, self.template, spoken, self.folder, Endpoint(self.options.host), self.kept)
 
     def close(self) -> None:
         for episode in list(self.living):

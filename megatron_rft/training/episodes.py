@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import sys
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rft.config.environment import Program
@@ -13,6 +16,7 @@ from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import Engine
 from megatron_rft.inference.pool import EnginePool
+from megatron_rft.tracking.metrics import NOTES_FILE, add_note
 from megatron_rft.training.build import stop_token_ids
 from megatron_rft.training.engines import EngineBuilder
 
@@ -48,7 +52,15 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
         player = Episodes(*parts, at_once=rollout.max_batch_sequences if own_pace else None)
     player.album = builder.folder.parent / ALBUM
     if kept:
-        player.kept = Kept(builder.folder.parent, rank, kept, rollout.staleness + 1)
+        tell = partial(_tell, builder.folder.parent, environment.name)
+        player.kept = Kept(builder.folder.parent, rank, kept, tell, rollout.staleness + 1)
         stack.push(lambda failed, *_: None if failed else shutil.rmtree(player.kept.folder, ignore_errors=True))
     stack.callback(player.close)
     return player
+
+
+def _tell(run: Path, name: str, what: str) -> None:
+    """On any rank."""
+    note = f"environment {name}: {what}"
+    print(note, file=sys.stderr, flush=True)
+    add_note(run / NOTES_FILE, note)

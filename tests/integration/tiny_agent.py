@@ -1,12 +1,11 @@
-"""A program for the tiny run, and its score: `python tiny_agent.py [random] [PLAYS]`.
+"""A program for the tiny run, and its score: `python tiny_agent.py [time] [PLAYS]`.
 
 A conversation of two turns, two sub-agents in parallel, and a compacted history: five turns in four segments. With
-`random` it does not repeat itself. It appends its seed to the file PLAYS, and then takes its time before its last turn.
+`time` it does not repeat itself. It appends its seed to the file PLAYS, and then takes its time before its last turn.
 """
 
 import json
 import os
-import random
 import sys
 import time
 import urllib.request
@@ -30,7 +29,7 @@ def play(question: str) -> list[str]:
     messages = [user(question)]
     for said in "01":
         messages += [ask(messages), user(said)]
-    first = random.SystemRandom().choice("0124") if "random" in sys.argv else "2"
+    first = f"{time.time_ns() >> 10 & 255:08b}" if "time" in sys.argv else "2"
     with ThreadPoolExecutor(2) as threads:
         others = list(threads.map(ask, [[user(first)], [user("3")]]))
     time.sleep(0.2 if sys.argv[1:] else 0.0)
@@ -45,7 +44,7 @@ def grade(row: dict, folder: Path, status: int, conversation: list[dict]) -> flo
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[-1] != "random":
+    if sys.argv[1:] and sys.argv[-1] != "time":
         with open(sys.argv[-1], "a") as plays:
             plays.write(os.environ["MEGATRON_RFT_SEED"] + "\n")
     row = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())

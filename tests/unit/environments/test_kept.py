@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ class Silent:
         return flag
 
 
-def kept(run: Path, name: str = NAME, rank: int = 0) -> Kept:
-    return Kept(run, rank, SimpleNamespace(name=name))
+def kept(run: Path, name: str = NAME, rank: int = 0, tell: Any = print) -> Kept:
+    return Kept(run, rank, SimpleNamespace(name=name), tell)
 
 
 def rows(run: Path) -> list[str]:
@@ -108,3 +109,51 @@ def test_what_is_older_than_the_last_checkpoint_is_removed(tmp_path):
     (tmp_path / "checkpoints/step_000003/run.json").write_text("{}")
     kept(tmp_path, "000004_aa").begin([])
     assert sorted(path.name for path in folder.iterdir()) == names[1:]
+
+
+A, B, C, X, Y = range(1, 6)  # what a program may ask
+
+
+def calls(run: Path, *played: list[tuple[int, int]], name: str = NAME) -> list[str]:
+    """What is said of episodes of a program: each has its calls, of (what it asked, the token that was sampled)."""
+    told: list[str] = []
+    files = kept(run, name, tell=told.append)
+    for sample, episode in enumerate(played):
+        request = SimpleNamespace(seed=3, prompt_ids=(1, 2), problem=SimpleNamespace(index=7))
+        player = SimpleNamespace(request=request, sample=sample, calls={}, numbers=len(episode))
+        files.begin([player])
+        for number, (asked, sampled) in enumerate(each for each in episode if each != KILLED):
+            files.call(player, number, asked, [sampled])
+        if episode[-1] != KILLED:
+            files.finish(player)
+    files.close()
+    return told
+
+
+KILLED = (0, 0)  # in place of a last call
+FIRST = [(A, 5), (B, 6), (C, 7)]
+
+
+def test_a_program_that_asks_otherwise_is_named(tmp_path):
+    assert not calls(tmp_path, FIRST, FIRST), "nothing was killed"
+    assert not calls(tmp_path, FIRST, FIRST)
+    assert not calls(tmp_path, [(B, 6), (A, 5), (C, 7)]), "in another order"
+    assert not calls(tmp_path, [(X, 5)], name="000005_00c0ffee"), "other weights"
+    (told,) = calls(tmp_path, FIRST, [(A, 5), (X, 6), (Y, 7)], [(X, 5)])
+    assert told.startswith("problem 7, answer 1: the program does not repeat itself: ") and "call 2 was one" in told
+
+
+@pytest.mark.parametrize("other", [FIRST[:2], [*FIRST, (X, 5)]], ids=["fewer", "more"])
+def test_a_program_that_asks_fewer_or_more_calls_is_named(tmp_path, other):
+    calls(tmp_path, FIRST)
+    assert len(calls(tmp_path, other)) == 1
+
+
+def test_what_follows_other_samples_is_not_compared(tmp_path):
+    """Neither are calls of which a kill has left no whole line, nor those of two killed runs with each other."""
+    calls(tmp_path, FIRST)
+    assert not calls(tmp_path, [(A, 9), (X, 6), KILLED])
+    assert not calls(tmp_path, [(A, 9), (X, 6), (Y, 7)])
+    for path in (tmp_path / "environment/kept").iterdir():
+        path.write_text("\n".join(line[:-3] if ".1" in line else line for line in path.read_text().split("\n")))
+    assert not calls(tmp_path, [(A, 9), (Y, 6), (Y, 7)])
