@@ -39,7 +39,7 @@ from megatron_rft.families.towers import sees
 from megatron_rft.megatron import parallel, vision
 from megatron_rft.megatron.packing import Packed
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
-from megatron_rft.utils import bf16
+from megatron_rft.utils import products
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -227,7 +227,7 @@ def _host(mixture: bool) -> dict[str, Any]:
 def _precision(megatron: Any, precision: str) -> dict[str, Any]:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if precision == "bf16" and not torch.cuda.is_available():
-        bf16.install()
+        products.install_bf16()
     options = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": precision != "fp32"}
     if precision == "fp8":
         options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe or fp8_recipe_of_device()}

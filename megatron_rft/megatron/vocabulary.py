@@ -219,7 +219,7 @@ class Differentiable(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden += block @ weight[rows]
             if grad_weight is not None:
-                torch.mm(block.t(), scaled, out=grad_weight[rows])
+                grad_weight[rows] = block.t() @ scaled
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, *(None for _ in gradients)

@@ -70,11 +70,17 @@ def has_fused_attention(capability: tuple[int, int]) -> bool:
 CPU_FLAGS = "/proc/cpuinfo"
 
 
+def cpu_words() -> set[str]:
+    """Return what Linux says about this CPU, its maker and its instructions among it; nothing elsewhere."""
+    with suppress(OSError):
+        return set(Path(CPU_FLAGS).read_text().split())
+    return set()
+
+
 def multiplies_bf16() -> bool:
     """Return whether this CPU has instructions for products of bf16 matrices; True where Linux does not say."""
-    with suppress(OSError):
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(Path(CPU_FLAGS).read_text().split())
-    return True
+    words = cpu_words()
+    return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

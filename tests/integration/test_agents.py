@@ -13,7 +13,7 @@ from examples.agents import make_numbers, make_products, number_game
 from megatron_rft.environments import Prompt
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.tracking.metrics import SAMPLES_FILE
-from megatron_rft.utils import bf16
+from megatron_rft.utils import products
 from megatron_rft.utils.files import read_json_lines
 from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
 from tests.smollm2 import smollm2
@@ -178,7 +178,7 @@ def test_the_number_game_is_learned_by_reading_the_answers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.skipif(not bf16.has_instructions(), reason="a CPU without bf16 instructions takes minutes for a step")
+@pytest.mark.skipif(not products.has_instructions(), reason="a CPU without bf16 instructions takes minutes for a step")
 def test_smollm2_learns_to_use_a_calculator(tmp_path):
     """Three of the example's ten steps."""
     make_products.main(tmp_path)

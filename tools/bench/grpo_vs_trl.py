@@ -5,8 +5,9 @@
 
 Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
 response has exactly `--tokens` tokens on both sides (TRL: min_new_tokens, ours: no stop token). TRL's trainer runs as
-it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group); after each of
-its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1: ours is faster.
+it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group, torch's own matrix
+products); after each of its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1:
+ours is faster.
 
 `--best` adds a second table: each side in every precision and with every engine that runs on this machine (`WAYS`), one
 after the other, each in a process of its own, and the ratio of the fastest. The work is no longer equal: TRL in bf16
@@ -44,6 +45,7 @@ from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
 from megatron_rft.rewards.base import Reward  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
+from megatron_rft.utils import products  # noqa: E402
 
 SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1 --best"  # tests/bench
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
@@ -145,9 +147,11 @@ class Alternate(TrainerCallback):
             self.our_step()
 
     def our_step(self) -> None:
+        products.install_fp32()
         begin = time.perf_counter()
         self.ours.step()
         self.left = time.perf_counter()
+        products.restore("fp32")
         self.times["megatron_rft"].append(self.left - begin)
 
 
@@ -207,6 +211,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> Path:
 def measure(model: Path, args: argparse.Namespace, ways: dict[str, tuple[str, str]]) -> Alternate:
     """Run the steps of the sides in `ways`, in turns where there are two."""
     callback = Alternate()
+    products.restore("fp32")  # TRL's steps run with torch's own
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(model)
         texts = [row["question"] + "\n" for row in arithmetic.rows("train", 2000)]

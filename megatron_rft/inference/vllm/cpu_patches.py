@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron_rft.config.vllm import SUPPORTED, installed
 from megatron_rft.inference.vllm.arguments import RUNNER
-from megatron_rft.utils import bf16
+from megatron_rft.utils import products
 from megatron_rft.utils.errors import ConfigError
 
 ENVIRONMENT = {
@@ -172,7 +172,7 @@ def start(arguments: dict[str, Any]) -> Any:
     repair_dispatcher()
     repair_shared_memory_name()
     if arguments.get("dtype") == "bfloat16" and not torch.cuda.is_available():
-        bf16.install()
+        products.install_bf16()
     try:
         with preserved_process_state():
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))

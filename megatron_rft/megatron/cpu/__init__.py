@@ -10,6 +10,7 @@ import functools
 import torch
 
 from megatron_rft.megatron.cpu import layers, optimizer, without_cuda
+from megatron_rft.utils import products
 
 
 @functools.cache
@@ -18,6 +19,7 @@ def install() -> None:
     if not torch.cuda.is_available():
         without_cuda.redirect()
         optimizer.install_collectives()
+        products.install_fp32()
         _lean_layers()
     _without_transformer_engine()
     optimizer.install_adam()
