@@ -33,6 +33,8 @@ from megatron_rft.responses import Prompt, Response, Score
 
 __all__ = ["Batch", "Prompt", "Response", "Score"]
 
+SHOWN = 1 << 61  # the least key of an episode's images
+
 
 def flat(lists: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long) -> Tensor:
     """Lists or arrays of numbers, end to end."""
@@ -89,7 +91,8 @@ class Batch:
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py),
     route (key of the experts that the engine used, in rollout/routes.py; -1: none),
-    images (key of the prompt's images, which the ranks that compute them look up; -1: none).
+    images (key of the images, which the ranks that compute them look up; -1: none; later segments of an episode that
+    was shown some have the next keys).
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
     A refined response is a better response to the same prompt; length 0: none.
     With truncated sampling (top-k, top-p, min-p) every model's distribution of a response token is over its support,
@@ -243,7 +246,9 @@ class Batch:
         ids = torch.empty_like(number)
         of_first = torch.isin(number, first)
         ids[of_first], ids[~of_first] = self.prompt_ids, self.response_ids[prompts]
-        images = torch.full_like(lens, -1).index_copy(0, first, self.images)
+        number = torch.arange(len(lens)) - first.repeat_interleave(counts)
+        images = self.images.repeat_interleave(counts)
+        images = torch.where(images >= SHOWN, images + number, images.where(number == 0, -1))
         sequences = {"images": images} if "images" in self.sequences else {}
         response_lens = segment[places].bincount(minlength=len(lens))
         return Batch(ids, prompt_lens, self.response_ids[places], response_lens, sequences=sequences), places

@@ -56,9 +56,7 @@ class Response:
     # [fed tokens, layers with experts, experts per token], if Sampling.routes asks for them: the experts that the
     # engine used, for the prompt and all response tokens but the last. Behind the gathering of all ranks a key.
     routes: Any = None
-    # The key of the images that its segments were shown (data.images.keep), the prompt's among them; None: only those
-    # of its prompt.
-    images: int | None = None
+    images: int | None = None  # key of the images of an episode that was shown some (data.images.keep), -1: none
     # An episode that is not one sequence of tokens, as that of a program that compacts its history or asks a sub-agent:
     # its other segments, each with own prompt, tokens, turns and routes. The own fields are of the one with the last
     # turn. One episode is one response with one reward, and each sampled token is in one turn of one segment.

@@ -115,8 +115,6 @@ class Recipe(s.Section):
         if several != (self.data.teacher_field is not None):
             why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
-        if self.data.image_field and isinstance(self.environment, environments.Program):
-            raise at("data.image_field", "images are not supported with a program")
         if self.lora and self.model.vision == "trained":
             raise at("model.vision", "trained does not work with lora, which trains adapters alone: leave it out")
         self._check_precision()

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from megatron_rft.data.fields import Row
+from megatron_rft.records import SHOWN
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import read_json, write_atomically
 
@@ -33,7 +34,7 @@ LEAST, MOST = 8, 1 << 26  # pixels of a side, and of an image
 SMALL = 160  # pixels of the longer side in the report
 
 ALBUM = "environment/images"  # in the folder of a run or a store
-SEGMENTS, SHOWN = 1 << 12, 1 << 61  # most segments of an episode; the least key of the images of one
+SEGMENTS = 1 << 12  # more than an episode has
 
 Source = bytes | Path
 Grid = tuple[int, int, int]
@@ -52,10 +53,6 @@ class Pictures:
     def digest(self) -> str:
         return self.digests[0] if len(self.digests) == 1 else hashlib.sha256("".join(self.digests).encode()).hexdigest()
 
-    def __add__(self, later: "Pictures") -> "Pictures":
-        both = self.digests + later.digests, self.grids + later.grids, self.sources + later.sources
-        return Pictures(*both, self.reader)
-
     def pixels(self) -> Tensor:
         """[patches, width]"""
         return self.reader.process([decoded(source) for source in self.sources])["pixel_values"]
@@ -67,13 +64,8 @@ class Pictures:
             ImageOps.contain(decoded(source), (SMALL, SMALL)).save(file, "JPEG", quality=85)
         return [f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}" for file in files]
 
-    def fill(self, ids: list[int]) -> list[int]:
-        """The tokens of a template's text, with as many image tokens for each image as it has features."""
-        token, merge = self.reader.token, self.reader.processor.merge_size
-        if (count := ids.count(token)) != len(self.grids):
-            raise DataError(f"the chat template writes {count} image tokens for {len(self.grids)} images")
-        runs = iter([token] * (math.prod(grid) // merge**2) for grid in self.grids)
-        return [id for each in ids for id in (next(runs) if each == token else [each])]
+    def urls(self) -> list[str]:
+        return [f"data:image/*;base64,{base64.b64encode(encoded(source)).decode()}" for source in self.sources]
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,21 @@ def source_of(value: Any) -> Source:
 
 
 def filled(ids: Sequence[int], pictures: Pictures | None) -> list[int]:
-    return pictures.fill(list(ids)) if pictures else list(ids)
+    """The tokens of a template's text, with as many image tokens for each image as it has features."""
+    if pictures is None:
+        return list(ids)
+    token, merge = pictures.reader.token, pictures.reader.processor.merge_size
+    if (count := ids.count(token)) != len(pictures.grids):
+        raise DataError(f"the chat template writes {count} image tokens for {len(pictures.grids)} images")
+    runs = iter([token] * (math.prod(grid) // merge**2) for grid in pictures.grids)
+    return [id for each in ids for id in (next(runs) if each == token else [each])]
+
+
+def joined(first: Pictures | None, then: Pictures | None) -> Pictures | None:
+    if first is None or then is None:
+        return first or then
+    both = first.digests + then.digests, first.grids + then.grids, first.sources + then.sources
+    return Pictures(*both, first.reader)
 
 
 def encoded(source: Source) -> bytes:
@@ -235,13 +241,13 @@ class PromptImages:
         raise DataError(f"{self.folder} has no record of the images {key} that an environment has shown")
 
 
-def keep(folder: Path, version: int, segments: Sequence[Pictures]) -> int:
+def keep(folder: Path, version: int, segments: Sequence[Pictures | None]) -> int:
     """Write the images of an episode, by segment, to files that all ranks see. Returns the key of its first segment's;
     the others follow."""
     folder /= f"{version:06d}"
-    record = json.dumps([[each.digests, each.grids] for each in segments])
+    record = json.dumps([[each.digests, each.grids] if each else [(), ()] for each in segments])
     key = SHOWN + int(hashlib.sha256(record.encode()).hexdigest()[:12], 16) * SEGMENTS
-    for each in segments:
+    for each in filter(None, segments):
         for digest, source in zip(each.digests, each.sources, strict=True):
             if not (folder / digest).exists():
                 write_atomically(folder / digest, encoded(source))

@@ -61,8 +61,9 @@ def _part(part: dict[str, Any]) -> dict[str, str]:
         return {"type": "text", "text": part["text"]}
     if kind not in IMAGES:
         raise ValueError(f"content of type {kind!r} is not supported: only text and images")
-    image = part.get("image_url", part.get("image"))
-    image = image.get("url") if isinstance(image, dict) else image
+    image = part.get("image") or part.get("image_url") or part.get("source")  # the last is Anthropic's
+    if isinstance(image, dict):
+        image = image.get("url") or f"data:{image.get('media_type')};base64,{image.get('data')}"
     return {"type": "image", "image": b64encode(image).decode() if isinstance(image, bytes) else str(image)}
 
 

@@ -49,7 +49,7 @@ PASSED = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 
 def from_messages(body: dict) -> dict:
     """Messages of the system stay where they are; what follows a turn would else change what is before it."""
-    messages = [{"role": "system", "content": _blocks(body["system"])}] if body.get("system") else []
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body["messages"]:
         messages += _from_message(message["role"], message["content"])
     asked = {name: body[name] for name in PASSED if name in body} | {"messages": messages}
@@ -62,23 +62,16 @@ def from_messages(body: dict) -> dict:
 def _from_message(role: str, content: Any) -> list[dict]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     results = [
-        {"role": "tool", "tool_call_id": each["tool_use_id"], "content": _blocks(each.get("content"))}
+        {"role": "tool", "tool_call_id": each["tool_use_id"], "content": each.get("content")}
         for each in blocks
         if each["type"] == "tool_result"
     ]
     calls = [_call(each["id"], each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
     rest = [each for each in blocks if each["type"] not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
-    message: dict[str, Any] = {"role": role, "content": _blocks(rest)}
+    message: dict[str, Any] = {"role": role, "content": rest}
     if calls:
         message["tool_calls"] = calls
     return [*results, *([message] if rest or calls or not results else [])]
-
-
-def _blocks(content: Any) -> Any:
-    """Blocks as the parts of a message: only text is taken there."""
-    if not isinstance(content, list):
-        return content
-    return [{"type": each.get("type"), "text": each.get("text", "")} for each in content]
 
 
 def _function(tool: dict, schema: Any) -> dict:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_rft.data.images import Pictures, filled, keep
+from megatron_rft.data.images import filled, joined, keep
 from megatron_rft.environments.base import Message
 from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
@@ -86,10 +86,6 @@ class Episode:
         turns = (*self.response.turns, (first, first + len(turn.token_ids), 0.0))
         self.set(turns=turns, weight_version=version, routes=routes)
         self.hear(turn.token_ids, turn.logprobs, turn.supports)
-
-    def see(self, images: Pictures | None) -> None:
-        if images is not None:
-            self.images += images
 
     def hear(self, ids: Sequence[int], logprobs: Sequence[float], supports: Sequence[tuple[int, ...]]) -> None:
         so_far = self.response
@@ -253,7 +249,7 @@ class Episodes(Engine):
                 episode.say(said)
                 images = seen(said, episode.images)
                 episode.set(prompt_ids=tuple(filled(self.template.opened(problem, said), images)))
-                episode.see(images)
+                episode.images = joined(episode.images, images)
             if episode.room < 1:
                 raise EpisodeFailed("its first messages leave no room (rollout.max_response_tokens)")
 
@@ -289,7 +285,7 @@ class Episodes(Engine):
         if episode.room <= len(between):
             episode.say("[the episode ended at rollout.max_response_tokens]")
             return "length"
-        episode.see(images)
+        episode.images = joined(episode.images, images)
         episode.hear(between, [0.0] * len(between), [()] * len(between) if episode.response.supports else [])
         return None
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config.environment import Program
+from megatron_rft.data.images import filled, joined, keep
 from megatron_rft.environments.base import Message
 from megatron_rft.environments.kept import Kept
 from megatron_rft.environments.messages import Spoken
 from megatron_rft.environments.player import turn_seed
 from megatron_rft.environments.process import EpisodeEnvironment, EpisodeFailed, row_of, shown
-from megatron_rft.environments.template import Template, plain
+from megatron_rft.environments.template import Template, plain, seen
 from megatron_rft.environments.turns import PolicyTurn, Tree
 from megatron_rft.inference.engine import Request, request_seed
 from megatron_rft.records import Prompt, Response, Score
@@ -56,6 +57,7 @@ class Ask:
     tools: Any
     parent: PolicyTurn | None
     said: list[Message]
+    images: Any  # those of `prompt`
     between: tuple[int, ...]
     prompt: tuple[int, ...]
     occurrence: int
@@ -75,6 +77,7 @@ class World:
     spoken: Spoken
     folder: Path
     endpoint: Any
+    album: Path
     kept: Kept | None = None
 
 
@@ -118,7 +121,9 @@ class ProgramEpisode:
         parent, said = self.tree.place(messages, tools)
         try:
             template = self.world.template
-            between = tuple(template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools))
+            ids = template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools)
+            own, images = parent and parent.images, seen(said, self._problem.images)
+            between, images = tuple(filled(ids, images)), joined(own, images)
         except DataError as error:
             raise Refused(400, str(error), "invalid_messages") from None
         prompt = (*(parent.tokens if parent else ()), *between)
@@ -132,7 +137,7 @@ class ProgramEpisode:
             first, self.asked[prompt] = self.asked[prompt], self.asked[prompt] + n
             places = range(first, first + n)
             seeds = [turn_seed(self.request, self.sample, prompt, place) for place in places]
-            given = (messages, tools, parent, said, between, prompt)
+            given = (messages, tools, parent, said, images, between, prompt)
             asks = [Ask(self, *given, *each, limit, stop) for each in zip(places, seeds, strict=True)]
             self._tick()
             self.open += asks
@@ -175,7 +180,8 @@ class ProgramEpisode:
         self.folder = folder / self.secret[:12].replace("-", "_")
         for part in ("work", "home", "tmp"):
             (self.folder / part).mkdir(parents=True, mode=0o700)
-        (self.folder / "row.json").write_text(json.dumps(row_of(self._problem), default=str))
+        images = {"images": self._problem.images.urls()} if self._problem.images else {}
+        (self.folder / "row.json").write_text(json.dumps(row_of(self._problem) | images, default=str))
         self.process = start_helper(
             [absolute(part) for part in options.command],
             reap=True,
@@ -226,7 +232,8 @@ class ProgramEpisode:
             if ask not in self.open:  # the episode has ended
                 return
             assert ask.number is not None, "a turn that was not taken"
-            turn = PolicyTurn(ask.parent, ask.between, plain(ask.said) if ask.parent else "", sampled, ask.number)
+            said = plain(ask.said) if ask.parent else ""
+            turn = PolicyTurn(ask.parent, ask.between, said, sampled, ask.number, ask.images)
             self.tree.add(turn, ask.messages, message, ask.tools)
             self.conversation = [*ask.messages, message]
             self.open.remove(ask)
@@ -305,7 +312,10 @@ class ProgramEpisode:
             score = self.grader.submit(self._graded, status).result()
         elif status and not self.refused:
             raise EpisodeFailed(f"ended with status {status}: {self._tail()}")
-        self.response = replace(self.tree.response(self.request.prompt_ids), score=score)
+        response, images = self.tree.response(self.request.prompt_ids), -1 if self._problem.images else None
+        if any(self.tree.images):
+            images = keep(self.world.album, response.weight_version, self.tree.images)
+        self.response = replace(response, score=score, images=images)
 
     def _graded(self, status: int) -> Score | None:
         """In the thread of the grader's process."""

@@ -43,7 +43,8 @@ class Programs(Episodes):
     @cached_property
     def world(self) -> World:
         spoken = Spoken(self.template.tokenizer, self.template.stops)
-        return World(self.options, self.template, spoken, self.folder, Endpoint(self.options.host), self.kept)
+        endpoint = Endpoint(self.options.host)
+        return World(self.options, self.template, spoken, self.folder, endpoint, self.album, self.kept)
 
     def close(self) -> None:
         for episode in list(self.living):
@@ -95,9 +96,11 @@ class Programs(Episodes):
             asks = [episode.take() for episode in group]
             open = [ask for each in asks for ask in each]
             alone = all(len(each) == 1 for each, episode in zip(asks, group, strict=True) if not episode.ended)
-            first = {(ask.prompt, ask.occurrence) for ask in open} == {(group[0].request.prompt_ids, 0)}
-            if first and alone and len({ask.max_tokens for ask in open}) == 1:
-                request = replace(group[0].request, max_tokens=open[0].max_tokens)
+            request = group[0].request
+            images = request.problem.images if request.problem and request.problem.images_key >= 0 else None
+            first = all((a.prompt, a.occurrence, a.images) == (request.prompt_ids, 0, images) for a in open)
+            if open and first and alone and len({ask.max_tokens for ask in open}) == 1:
+                request = replace(request, max_tokens=open[0].max_tokens)
                 wave.append((request, [each[0] if each else None for each in asks]))
             else:
                 wave += [(_request(ask), [ask]) for ask in open]
@@ -128,4 +131,5 @@ class Programs(Episodes):
 
 
 def _request(ask: Ask) -> Request:
-    return Request(0, ask.prompt, 1, ask.seed, ask.max_tokens)
+    problem = ask.episode.request.problem
+    return Request(0, ask.prompt, 1, ask.seed, ask.max_tokens, problem and replace(problem, images=ask.images))

@@ -33,7 +33,7 @@ TEMPLATE = "the tokenizer's chat template"
 @dataclass(frozen=True)
 class Template:
     """`variables`: those of the recipe (data.chat_template_kwargs). `stops`: tokens that end a turn. The tokens that it
-    returns have one for each image: `Pictures.fill` makes them as many as its features."""
+    returns have one for each image: `filled` makes them as many as its features."""
 
     tokenizer: Any
     stops: tuple[int, ...]

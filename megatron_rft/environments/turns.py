@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rft.environments.base import Message
+from megatron_rft.environments.base import Message, content_of, text_of
 from megatron_rft.responses import Response
-
-TEXTS = ("text", "input_text", "output_text")  # types of the parts of a message
 
 
 @dataclass(eq=False)
@@ -27,6 +25,7 @@ class PolicyTurn:
     said: str  # the new messages
     sampled: Response
     number: int
+    images: Any = None  # data.images.Pictures of `tokens`, if there are any
 
     def __post_init__(self):
         """`tokens`: all tokens up to the end of the turn."""
@@ -40,6 +39,7 @@ class Tree:
 
     turns: list[PolicyTurn] = field(default_factory=list)
     known: dict[str, PolicyTurn] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)  # of each segment of the last `response`
 
     def place(self, messages: list[Message], tools: Any) -> tuple[PolicyTurn | None, list[Message]]:
         """The turn that messages continue, or None, and the messages behind it. It wrote the last message of the
@@ -70,6 +70,7 @@ class Tree:
         ends: dict[PolicyTurn, list[PolicyTurn]] = {}  # the last turn of a segment so far -> its turns
         for turn in turns:
             ends[turn] = [*(ends.pop(turn.parent, []) if turn.parent else []), turn]
+        self.images = [turns[-1].images for turns in sorted(ends.values(), key=lambda each: each[0].number)]
         segments = [_segment(each) for each in sorted(ends.values(), key=lambda each: each[-1].number)]
         last = replace(segments[-1], segments=tuple(segments[:-1]))
         if not last.segments:
@@ -104,12 +105,14 @@ def _segment(turns: list[PolicyTurn]) -> Response:
 
 
 def plain(message: dict[str, Any]) -> Message:
-    """A message as a chat template takes it: a text, and calls whose arguments are objects.
+    """A message as a chat template takes it: a text or parts, and calls whose arguments are objects.
 
     Raises:
-        ValueError: it has something else than text.
+        ValueError: it has something else than text and images.
     """
-    kept: dict[str, Any] = {"role": message["role"], "content": text_of(message.get("content"))}
+    kept: dict[str, Any] = {"role": message["role"], "content": content_of(message.get("content"))}
+    if not all(part.get("image", "data:").startswith("data:") for part in kept["content"] if isinstance(part, dict)):
+        raise ValueError("an image of a request is a data URL: data:image/png;base64,...")
     if kept["role"] == "developer":
         kept["role"] = "system"
     kept |= {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if message.get(key)}
@@ -118,17 +121,6 @@ def plain(message: dict[str, Any]) -> Message:
         called = [(id, {"name": of["name"], "arguments": _arguments(of.get("arguments"))}) for id, of in calls]
         kept["tool_calls"] = [{"type": "function", "id": id, "function": function} for id, function in called]
     return kept
-
-
-def text_of(content: Any) -> str:
-    if isinstance(content, list):
-        texts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
-        if other := [part.get("type") for part in texts if part.get("type") not in TEXTS]:
-            raise ValueError(f"content of type {other[0]!r} is not supported: only text")
-        return "".join(part["text"] for part in texts)
-    if not isinstance(content, str | None):
-        raise ValueError(f"a content of type {type(content).__name__} is not supported: only text")
-    return content or ""
 
 
 def _arguments(given: Any) -> Any:
@@ -143,7 +135,7 @@ def keys(messages: list[Message], tools: Any) -> list[str]:
     back does not count: white space around it, the spelling of arguments, ids of calls, reasoning, names."""
     state, found = hashlib.blake2b(json.dumps(tools or [], sort_keys=True).encode(), digest_size=16), []
     for message in messages:
-        content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+        content = text_of(message["content"]).strip() if message["role"] == "assistant" else message["content"]
         calls = [call["function"] for call in message.get("tool_calls", ())]
         state.update(json.dumps([message["role"], content, calls], sort_keys=True).encode())
         found.append(state.hexdigest())

@@ -1,6 +1,7 @@
 """Episodes that show images: the engine's numbers are the trainer's, and those of what was shown."""
 
 import io
+import sys
 from contextlib import closing
 from dataclasses import replace
 
@@ -9,18 +10,20 @@ from PIL import Image
 
 from examples.vision import make
 from megatron_rft.config import Batching, Megatron
+from megatron_rft.config.environment import Program
 from megatron_rft.conversion.folder import load_config
-from megatron_rft.data.images import SHOWN, PromptImages
+from megatron_rft.data.images import PromptImages
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.programs import Programs
 from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.records import Score
+from megatron_rft.records import SHOWN, Score
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from tests.parity.hf_cases import own_tensors
 
@@ -56,10 +59,48 @@ class Breaks(Shows):
 '''
 
 
+AGENT = """
+import base64, io, json, os, urllib.request
+from PIL import Image
+
+ROW, KEY = json.load(open(os.environ["MEGATRON_RFT_ROW"])), os.environ["OPENAI_API_KEY"]
+
+
+def picture(side):
+    Image.new("RGB", (side, 56), (side, 9, int(os.environ["MEGATRON_RFT_SEED"]) % 99)).save(file := io.BytesIO(), "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def ask(path, key, messages):
+    body = json.dumps({"messages": messages, "max_tokens": 8}).encode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)) as answer:
+        return json.load(answer)[key]
+
+
+def chat(messages):
+    return ask("/chat/completions", "choices", messages)[0]["message"]
+
+
+def user(text, *urls):
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+main = [user(ROW["question"], *ROW["images"])]
+main += [chat(main), user("And this?", picture(56))]
+source = {"type": "base64", "media_type": "image/png", "data": picture(112).partition(",")[2]}
+ask("/messages", "content", [{"role": "user", "content": [{"type": "image", "source": source}]}])
+main += [chat(main), user("No picture.")]
+chat(main)
+"""
+
+
 @pytest.fixture
 def made(tmp_path):
     make.write_model(tmp_path / "model")
     (tmp_path / "world.py").write_text(WORLD)
+    (tmp_path / "agent.py").write_text(AGENT)
     tokenizer, config = make.tokenizer(), load_config(tmp_path / "model")
     tokenizer.name_or_path = str(tmp_path / "model")
     rows = [{"question": "a?", "image": make.blank(), "answer": "1", "opens": 0}, {"question": "b?", "opens": 1}]
@@ -72,11 +113,14 @@ def made(tmp_path):
 
         def play(kind, prompts=prompts):
             own = {"kind": "own", "episode": f"{tmp_path}/world.py:{kind}"}
+            player, options = Episodes, {"name": kind, "max_turns": 4, "album": tmp_path / "album"}
+            if kind == "program":
+                given = Program(kind="program", command=[sys.executable, str(tmp_path / "agent.py")], max_turns=9)
+                own, player, options = given.own_options(), Programs, options | {"options": given}
             processes = EnvironmentProcesses(own, 2, 60.0, tmp_path / "log")
             ends = tuple(range(0, len(tokenizer), 3))
             template = Template(tokenizer, (*ends, tokenizer.eos_token_id))
-            options = {"name": kind, "max_turns": 4, "album": tmp_path / "album"}
-            with closing(Episodes(engine, processes, template, tokenizer.decode, **options)) as player:
+            with closing(player(engine, processes, template, tokenizer.decode, **options)) as player:
                 requests = [Request(p.index, p.token_ids, 6, p.index, problem=p) for p in prompts]
                 groups = player.generate(requests, Sampling(400, stop_token_ids=template.stops))
                 return {group.id: group.responses for group in groups}
@@ -84,25 +128,30 @@ def made(tmp_path):
         yield play, prompts, config, weights, tmp_path / "album"
 
 
-def test_the_trainer_computes_what_the_engine_has_seen(made):
+@pytest.mark.parametrize("kind", ["Shows", "program"])
+def test_the_trainer_computes_what_the_engine_has_seen(made, kind):
     play, prompts, config, weights, album = made
-    found = play("Shows")
-    assert found == play("Shows")
+    found = play(kind)
+    assert found == play(kind)
+    if kind == "program":
+        found = {index: [each.joined() for each in given] for index, given in found.items()}
+        assert all(each.segment_count == 2 and len(each.turns) == 4 for given in found.values() for each in given)
     rollouts = [
         ScoredResponse(p.index, n, p, response, "", Score(0.0))
         for p in prompts
         for n, response in enumerate(found[p.index])
     ]
     batch, images = to_batch(rollouts), PromptImages(prompts, album)
-    assert sum(len(response.turns) == 3 for each in found.values() for response in each) >= 4
+    assert sum(len(response.turns) >= 3 for each in found.values() for response in each) >= 4
     shown = [each for each in rollouts if each.response.images is not None]
     assert len({each.response.images for each in shown}) > 2 and all(each.response.images >= SHOWN for each in shown)
-    assert "<image> <|image_pad|> is text. <image>" in shown[0].response.said[0]
+    assert kind == "program" or "<image> <|image_pad|> is text. <image>" in shown[0].response.said[0]
     image = config.image_token_id
     written = batch.response_ids[batch.response_mask > 0]
     assert (batch.response_ids == image).any() and not (written == image).any()
-    sizes = [len(images.grids(int(key))) for key in batch.images if key >= 0]
-    assert max(sizes) == 5, "its own; then two each after two turns"
+    sizes = [[len(images.grids(key)) for key in (key, key + (kind == "program"))] for key in batch.images.tolist()]
+    most = {"Shows": [5, 5], "program": [2, 1]}  # its own, then two each after two turns; one in each of two segments
+    assert max(sizes) == most[kind]
     try:
         parallel.initialize(Megatron())
         actor = Actor(config, Megatron(), Batching(micro_batch_tokens=1500), "fp32")

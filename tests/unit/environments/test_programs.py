@@ -319,8 +319,8 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
         "turns": [400, "max_turns"],
         "segments": [400, "max_segments"],
     }
-    assert "maximum context length is" in found["long"][2] and "only text" in found["image"][2]
-    assert "content of type 'image' is not supported: only text" in found["picture"][2]
+    assert "maximum context length is" in found["long"][2] and "is a data URL" in found["image"][2]
+    assert "a message has an image: set data.image_field" in found["picture"][2]
     log = capsys.readouterr().out
     assert log.count("temperature=0.0; the recipe's sampling counts") == 1
     assert log.count("a program's request was refused: This model's maximum context length is") == 1
@@ -421,8 +421,8 @@ def test_the_route_of_responses(tokenizer, capsys):
         ["incomplete", "max_output_tokens", 2],
     ]
     refused = {name: [status, code, message] for name, status, code, message in found[4:]}
-    assert all(each[:2] == [400, "unsupported"] for each in refused.values()) and len(refused) == 4
-    assert "type 'input_image' is not supported: only text" in refused["image"][2]
+    assert refused["image"][:2] == [400, "invalid_messages"] and "set data.image_field" in refused.pop("image")[2]
+    assert all(each[:2] == [400, "unsupported"] for each in refused.values()) and len(refused) == 3
     assert "previous_response_id is not supported" in refused["kept"][2]
     assert "type 'custom' is not supported" in refused["tool"][2]
     assert "response_format is not supported" in refused["form"][2]

@@ -124,8 +124,12 @@ def test_a_state_that_the_system_tells_at_the_end_costs_no_segment():
     assert made.ask([user("a"), {"role": "system", "content": "new"}, said("0"), user("b")], said("x")).parent is None
 
 
-def test_only_text_is_taken():
-    for content in ([{"type": "image_url", "image_url": {}}], {"a": 1}, 7):
-        with pytest.raises(ValueError, match="is not supported: only text"):
+def test_only_text_and_images_are_taken():
+    for content in ([{"type": "input_audio", "input_audio": {}}], {"a": 1}, 7):
+        with pytest.raises(ValueError, match="is not supported: only text and images"):
             plain({"role": "user", "content": content})
+    for url in ("/etc/passwd", "http://host/a.png", "iVBORw0K"):
+        for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "image", "image": url}):
+            with pytest.raises(ValueError, match="an image of a request is a data URL"):
+                plain({"role": "user", "content": [part]})
     assert json.loads(json.dumps(plain({"role": "developer", "content": None}))) == {"role": "system", "content": ""}
