@@ -243,9 +243,21 @@ class Actor:
         dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
         return dict(zip(order, full.cpu(), strict=True))
 
-    def _with_states(self, second: Second | None, shares: list[list[Tensor]]) -> Second | None:
-        if second is None:
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch) -> Tensor | None:
+        """Return [R, H] final hidden states of the response tokens, on the host; None on ranks that are not on the last
+        pipeline stage. For small batches, because every rank gets all of it."""
+        shares = self._plan(batch, self.forward_tokens)
+        states = self._hidden_states(Second(batch), shares)
+        if states is None:
             return None
+        full = send(states.rows(torch.arange(len(batch.response_ids))), self.device)  # zeros for tokens of other ranks
+        dist.all_reduce(full, group=parallel.dp_group())
+        return full.cpu()
+
+    def _with_states(self, second: Second | None, shares: list[list[Tensor]]) -> Second | None:
+        if second is None or second.rows:
+            return second
         if second.parts:
             return replace(second, parts=tuple(self._with_states(part, shares) for part in second.parts))
         return (second.actor or self)._hidden_states(second, shares)

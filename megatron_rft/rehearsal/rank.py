@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -205,8 +206,21 @@ class Step:
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
         batch = batch.with_sequences(rewards=rewards, unit=number // 2 if options.pairs else number)
         models.reference = models.actor.snapshot()
+        if getattr(options, "reference", None) == "cached_hidden":
+            models.given = SimpleNamespace(second=partial(self._cached, models.actor))
         batch = batch.with_tokens(ref_logprobs=models.reference_logprobs(batch))
         return models.outputs(objective.annotate(batch))
+
+    def _cached(self, actor: Any, batch: Any, other: Any) -> Any:
+        """Return the reference's distribution from cached hidden states."""
+        from megatron_rft.megatron import model, parallel
+        from megatron_rft.megatron.two_distributions import Second
+
+        output = None
+        if parallel.is_last_stage():
+            with self.ledger.holding("other weights"):
+                output = model.output_weight(actor.models[-1]).detach().clone()
+        return Second(batch, extrapolation=other.extrapolation, rows=self._cached_rows, output_weight=output)
 
     # ---- parts
 
@@ -277,6 +291,13 @@ class Step:
         self.times[phase] = (passes, max(1.0, sequences / len(mini_batch)))
         if update.second is not None:
             self.times["second distribution"] = self.times[phase]
+
+    def _cached_rows(self, numbers: Any) -> Any:
+        import torch
+
+        dtype = torch.float32 if self.recipe.model.precision == "fp32" else torch.bfloat16
+        with self.mode.fake:
+            return torch.empty(len(numbers), self.hf_config.hidden_size, dtype=dtype)
 
 
 def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:

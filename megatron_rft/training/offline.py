@@ -6,6 +6,7 @@ data.validation, or the store's held-out problems; the run exports the model wit
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,18 @@ from megatron_rft.config import Data, Model, Recipe
 from megatron_rft.config.algorithms.offline import Offline
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Run
+from megatron_rft.conversion import shard
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
+from megatron_rft.data import hidden_states
 from megatron_rft.data import trajectories as store
+from megatron_rft.data.hidden_states import HiddenCache
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.images import ALBUM, PromptImages
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.families.checks import whole_sequences
-from megatron_rft.megatron import parallel
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.balance import Costs
 from megatron_rft.megatron.two_distributions import Second
@@ -50,38 +55,56 @@ LOGPROBS_FILE = "reference_logprobs.safetensors"
 
 class Reference:
     """The frozen reference of offline training: its log-probs of the data, computed once and stored with the run, and
-    its full distribution, which a forward KL and FPA need, by a forward pass with its weights in each step.
+    its full distribution, which a forward KL and FPA need: each step by a forward pass with the reference's weights
+    (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`).
 
     `digest`: of the data."""
 
     def __init__(self, model: Model, run: Run, options: Offline, digest: str):
-        self.model, self.seed, self.weights = model, run.seed, None
+        self.model, self.seed, self.weights, self.cache = model, run.seed, None, None
+        self.dtype = DTYPES[model.precision]
         self.compares = options.compares_distributions and not isinstance(options, Teaching)
+        self.cached = self.compares and options.reference == "cached_hidden"
         self.logprobs_file = Path(run.output_dir) / LOGPROBS_FILE
-        self.facts = {  # that determine the log-probs
+        self.facts = {  # that determine the log-probs and hidden states
             "data": digest,
             "model": model_fingerprint(model_folder(model.reference, "model.reference"))
             if model.reference
             else adapters.base_of(model, run.seed),
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
-            "dtype": str(DTYPES[model.precision]).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
         }
+        self.folder = Path(run.output_dir) / "reference_cache"
 
     def join(self, actor: Actor, data: Batch) -> Batch:
-        """Return the whole data set with the reference's log-probs. The actor has the initial weights."""
+        """Return the whole data set with the reference's log-probs and each token's index in it. The actor has the
+        initial weights."""
         self.actor = actor
         logprobs = _kept_logprobs(self.logprobs_file, self.facts)
-        if logprobs is None or self.compares:
+        recomputed = self.compares and not self.cached
+        if logprobs is None or recomputed:
             self.weights = build.reference_weights(self.model, self.seed, actor)
         if logprobs is None:
-            logprobs = self._logprobs(data)
-        if not self.compares:
+            if self.cached:
+                self._write_cache(data)
+            logprobs = self._logprobs(data)  # this file says that the cache is whole, too
+        if self.cached:
+            self.cache, self.output = HiddenCache(self.folder), self._output_rows()
+        if not recomputed:
             self.weights = None
-        return data.with_tokens(ref_logprobs=logprobs)
+        return data.with_tokens(ref_logprobs=logprobs, data_index=torch.arange(len(data.response_ids)))
 
     def second(self, batch: Batch, other: SecondDistribution) -> Second:
         """The reference's distribution over the response tokens of `batch`."""
-        return Second(batch, self.weights, other.extrapolation)
+        if self.cache is None:
+            return Second(batch, self.weights, other.extrapolation)
+        index = batch.tokens["data_index"]
+        return Second(
+            batch,
+            extrapolation=other.extrapolation,
+            rows=lambda tokens: self.cache.rows(index[tokens]),
+            output_weight=self.output,
+        )
 
     def _logprobs(self, data: Batch) -> Tensor:
         with self.actor.use_weights(self.weights):
@@ -91,6 +114,35 @@ class Reference:
             with replacing(self.logprobs_file) as new:
                 save_file({"logprobs": logprobs}, new, metadata={"facts": json.dumps(self.facts)})
         return logprobs
+
+    def _write_cache(self, data: Batch) -> None:
+        """Collective. One rank of the last pipeline stage writes."""
+        writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
+        if writes:
+            shutil.rmtree(self.folder, ignore_errors=True)  # what a killed start has written
+        with self.actor.use_weights(self.weights):
+            for number, chunk in enumerate(chunks(data)):
+                hidden = self.actor.hidden_states(data.select(chunk))
+                if writes:
+                    hidden_states.write(self.folder, number, hidden)
+        if writes:
+            tokens, size = len(data.response_ids), self.actor.hf_config.hidden_size * self.dtype.itemsize
+            print(f"reference cache: {tokens} tokens of {size} bytes in {self.folder}", flush=True)
+        dist.barrier()
+
+    def _output_rows(self) -> Tensor:
+        """[padded V / tp, H] this rank's rows of the output matrix."""
+        hf_config, given = self.actor.hf_config, self.model.reference
+        (name,) = self.actor.mapping.hf_names("output_layer.weight")
+        if given is None:
+            whole = build.start_weights(self.model, self.seed, hf_config)(name)
+        else:
+            whole = weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)
+        part = shard("output_layer.weight", whole.to(self.dtype), parallel.tp_size(), parallel.tp_rank())
+        if not parallel.is_last_stage():
+            return part
+        own = models.output_weight(self.actor.models[-1])
+        return part.to(own.device, own.dtype)
 
 
 def chunks(data: Batch) -> list[Tensor]:

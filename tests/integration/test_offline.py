@@ -167,6 +167,21 @@ def test_the_best_adapters_are_exported(folder, tmp_path):
         assert torch.allclose(export[name], merged, atol=1e-6) and (a is None or not torch.equal(export[name], weight))
 
 
+def test_cached_hidden_states_train_the_same_model(folder, tmp_path):
+    """Bit for bit without shared prompts, which change the rounding. They are computed once."""
+    outputs = []
+    for name, options in (("run", ["algorithm.reference=cached_hidden"]), ("recomputed", [])):
+        for steps in (["run.steps=2"], []):
+            given = [f"run.output_dir={tmp_path}/{name}", "batching.share_prompts=off", *options, *steps]
+            status, output = train(folder / "offline.yaml", *given)
+            assert status == 0, output[-3000:]
+            outputs.append(output)
+    assert ["reference cache:" in output for output in outputs] == [True, False, False, False]
+    assert "resumed after step 2" in outputs[1]
+    ours, theirs = (tmp_path / run / "export/model.safetensors" for run in ("run", "recomputed"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_weights_that_saturate_have_their_alarm(folder, tmp_path):
     """Far ahead of the policy all weights are 0 or 1. `tracking.alarms` turns every alarm off."""
     options = ["algorithm.extrapolation=10", "algorithm.kl_coefficient=null", "algorithm.part_norms_every=0"]

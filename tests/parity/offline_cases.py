@@ -1,7 +1,7 @@
 """Computes the gradients of every offline objective under given layouts. test_offline_invariance runs it on several
 ranks.
 
-usage: offline_cases.py OUT.pt CASE [CASE ...]      a case is "tp=2,sp=1,budget=64"
+usage: offline_cases.py OUT.pt CASE [CASE ...]      a case is "tp=2,sp=1,budget=64"; recorded=1 reads hidden states
 The first run, on one process, writes what the others are compared with.
 """
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rft.config import Batching, Megatron
+from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
@@ -47,7 +48,11 @@ class Case:
         self.actor.load(weights.random_tensors(model_config(), seed=4))
         self.reference = self.actor.snapshot()
         with self.actor.use_weights(self.reference):
-            self.data = self._data()
+            data = self._data()
+            self.hidden = self.actor.hidden_states(data)
+            if parallel.is_last_stage():
+                self.output = models.output_weight(self.actor.models[-1]).detach().clone()
+        self.data = data.with_tokens(data_index=torch.arange(len(data.response_ids)))
         self.actor.load(weights.random_tensors(model_config(), seed=3))
 
     def _data(self) -> Batch:
@@ -55,26 +60,31 @@ class Case:
         data = data.only(set(), {"group"}).with_sequences(rewards=torch.tensor([1.0, -1.0, -1.0, 1.0] * 3))
         return data.with_tokens(ref_logprobs=self.actor.outputs(data, frozenset({"logprobs"}))["logprobs"])
 
-    def second(self, update, batch: Batch) -> Second | None:
+    def second(self, update, batch: Batch, recorded: bool) -> Second | None:
         if update.second is None:
             return None
-        return Second(batch, self.reference, update.second.extrapolation, update.second.mixture)
+        if not recorded:
+            return Second(batch, self.reference, update.second.extrapolation, update.second.mixture)
+        index = batch.tokens["data_index"]
+        output = self.output if parallel.is_last_stage() else None
+        given = {"rows": lambda tokens: self.hidden[index[tokens]], "output_weight": output}
+        return Second(batch, None, update.second.extrapolation, update.second.mixture, **given)
 
-    def gradient(self, objective) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def gradient(self, objective, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         data = objective.annotate(self.data)
         batch = draw(data, objective.examples(data))
         if "old_logprobs" in objective.needs:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
-        gradients, metrics = self._gradient(objective, batch)
+        gradients, metrics = self._gradient(objective, batch, recorded)
         if self.masked:
-            again, others = self._gradient(objective, poisoned(batch))
+            again, others = self._gradient(objective, poisoned(batch), recorded)
             assert all(torch.equal(gradients[n], again[n]) for n in gradients) and metrics == others, objective
         return gradients, metrics
 
-    def _gradient(self, objective, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def _gradient(self, objective, batch: Batch, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         (update,) = objective.prepare(batch, {}).updates
         (mini,) = update.steps()
-        second = self.second(update, mini)
+        second = self.second(update, mini, recorded)
         metrics = self.actor.backward(mini, update.loss, update.counts(mini), update.outputs, second)
         with self.actor.use_weights([p.main_grad.clone() for m in self.actor.models for p in m.parameters()]):
             return {name: value.clone().cpu() for name, value in self.actor.stream()}, metrics
@@ -85,7 +95,7 @@ def main() -> None:
     for text in cases:
         options = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
         case = Case(options)
-        found = {name: case.gradient(each) for name, each in OBJECTIVES.items()}
+        found = {name: case.gradient(each, bool(options.get("recorded"))) for name, each in OBJECTIVES.items()}
         parallel.destroy_layout()
         if "write" in options:
             torch.save(found, f"{path}.{case.masked}")

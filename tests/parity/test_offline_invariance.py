@@ -1,4 +1,5 @@
-"""The gradient of every offline objective is the same for every split and layout."""
+"""The gradient of every offline objective is the same for every split and layout, with a recomputed and with a cached
+reference."""
 
 import json
 from pathlib import Path
@@ -13,24 +14,24 @@ SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
     1: [
         "write=1,shared=0",
-        "shared=1",
+        "shared=1,recorded=1",
         "shared=0,budget=64",
         "budget=64",
-        "padded=1,budget=70",
+        "padded=1,budget=70,recorded=1",
         "write=1,shared=0,masked=1",
-        "masked=1",
+        "masked=1,recorded=1",
     ],
     2: [
         "dp=2",
-        "dp=2,budget=64",
+        "dp=2,budget=64,recorded=1",
         "tp=2,sp=1",
-        "tp=2",
+        "tp=2,recorded=1",
         "pp=2,budget=64",
-        "pp=2",
+        "pp=2,recorded=1",
         "cp=2",
-        "tp=2,sp=1,masked=1",
+        "tp=2,sp=1,masked=1,recorded=1",
     ],
-    4: ["tp=2,pp=2,sp=1"],
+    4: ["tp=2,pp=2,sp=1,recorded=1"],
 }
 
 

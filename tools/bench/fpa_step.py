@@ -2,12 +2,15 @@
 
     python tools/bench/fpa_step.py [--size 1m] [--vocab 151936] [--sequences 16] [--rounds 5]
 
-Interleaved, in one process: Off-RL, and FPA, which adds a forward pass of the reference and the extrapolation. On a CPU
-it is this process's CPU time that counts, so that others on the machine disturb less.
+Interleaved, in one process: Off-RL; FPA on cached hidden states of the reference; FPA with a second forward pass. The
+reference's hidden states are read from a cache on disk, as a run reads them, and that reading is timed by itself too.
+On a CPU it is this process's CPU time that counts, so that others on the machine disturb less.
 """
 
 import argparse
+import tempfile
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -15,6 +18,9 @@ from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms.offline import FPA, OffRL
+from megatron_rft.data.hidden_states import HiddenCache, write
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.records import Batch
 
@@ -42,6 +48,12 @@ def batch_of(args: argparse.Namespace, vocab: int) -> Batch:
     return batch.with_tokens(ref_logprobs=torch.zeros(len(batch.response_ids)))
 
 
+def cache_of(actor: Actor, batch: Batch, folder: Path) -> tuple[HiddenCache, torch.Tensor]:
+    """The reference's hidden states on disk, and its output matrix."""
+    write(folder, 0, actor.hidden_states(batch))
+    return HiddenCache(folder), models.output_weight(actor.models[-1]).detach().clone()
+
+
 def clock(device: torch.device) -> float:
     if device.type == "cpu":
         return time.process_time()
@@ -57,24 +69,34 @@ def main() -> None:
     actor = actor_like(hf_model(config, args.precision), args.precision, micro_batch_tokens=tokens)
     batch = batch_of(args, config.vocab_size)
     reference = actor.snapshot()
-    second = {"Off-RL": None, "FPA": Second(batch, reference, 1.0)}
+    with tempfile.TemporaryDirectory() as folder:
+        cache, weight = cache_of(actor, batch, Path(folder))
+        second = {
+            "Off-RL": None,
+            "FPA, cached": Second(batch, extrapolation=1.0, rows=cache.rows, output_weight=weight),
+            "FPA, recomputed": Second(batch, reference, 1.0),
+        }
 
-    def step(name: str) -> None:
-        (update,) = objectives.build(OffRL() if name == "Off-RL" else FPA()).prepare(batch, {}).updates
-        actor.step(batch, update.loss, update.counts(batch), update.outputs, second=second[name])
+        def step(name: str) -> None:
+            (update,) = objectives.build(OffRL() if name == "Off-RL" else FPA()).prepare(batch, {}).updates
+            actor.step(batch, update.loss, update.counts(batch), update.outputs, second=second[name])
 
-    seconds: dict[str, list[float]] = {name: [] for name in second}
-    for number in range(args.rounds + 1):
-        for name in second:
-            begin = clock(actor.device)
-            step(name)
-            if number:  # the first round warms up
-                seconds[name].append(clock(actor.device) - begin)
+        def read() -> None:
+            cache.rows(torch.arange(len(batch.response_ids)))
+
+        actions = {name: (lambda name=name: step(name)) for name in second} | {"reading the cache": read}
+        seconds: dict[str, list[float]] = {name: [] for name in actions}
+        for number in range(args.rounds + 1):
+            for name, action in actions.items():
+                begin = clock(actor.device)
+                action()
+                if number:  # the first round warms up
+                    seconds[name].append(clock(actor.device) - begin)
     print(f"{args.size}, vocabulary {config.vocab_size}, {tokens} tokens, {args.precision}, {actor.device.type}")
     base = median(seconds["Off-RL"])
     print("| | seconds (median) | over Off-RL |\n| --- | --- | --- |")
     for name, found in seconds.items():
-        over = f"{100 * (median(found) / base - 1):+.1f}%" if name != "Off-RL" else ""
+        over = f"{100 * (median(found) / base - (name != 'reading the cache')):+.1f}%" if name != "Off-RL" else ""
         print(f"| {name} | {median(found):.4f} | {over} |")
 
 

@@ -109,6 +109,9 @@ class OffRL(Offline, name="off_rl"):
     kl_aggregation: Literal["sequence_sum", "token_mean"] = "sequence_sum"
     """sequence_sum: sum over each trajectory, then mean over trajectories, as in fpa.txt Eq. 31. token_mean: mean over
     all tokens."""
+    reference: Literal["recompute", "cached_hidden"] = "recompute"
+    """The source of the reference's distribution. recompute: a forward pass in each step. cached_hidden: hidden states
+    in the run's folder, computed once."""
 
     @property
     def compares_distributions(self) -> bool:
@@ -116,6 +119,8 @@ class OffRL(Offline, name="off_rl"):
 
     def _check(self):
         self.unused(not self.kl_coefficient, "while kl_coefficient is 0", "kl_aggregation")
+        alone = not self.compares_distributions
+        self.unused(alone, f"while kl_coefficient is 0: {self.name} needs no distribution then", "reference")
 
 
 class FPA(OffRL, name="fpa"):

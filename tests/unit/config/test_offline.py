@@ -61,6 +61,7 @@ def test_refused(recipe):
     assert "is not at least 0" in refusal(offline, "algorithm.extrapolation=-1")
     assert "does not belong to trainer offline" in refusal(offline, "algorithm.name=grpo")
     assert "must be even: a pair has two" in refusal(offline, "algorithm.name=dpo", "algorithm.batch_sequences=7")
+    assert "needs no distribution" in refusal(offline, "algorithm.name=off_rl", "algorithm.reference=cached_hidden")
     assert "while kl_coefficient is 0" in refusal(offline, "algorithm.kl_aggregation=token_mean")
     assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
     assert "data.validation: does nothing while" in refusal(offline, "data.validation=math500", "evaluation.every=0")
