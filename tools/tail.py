@@ -10,9 +10,8 @@ from statistics import NormalDist
 
 from megatron_rft.plan import memory
 from megatron_rft.plan.devices import Efficiency
-from megatron_rft.plan.engines import engines_of_step
-from megatron_rft.plan.generation import KERNELS, EngineEstimate
 from megatron_rft.plan.search import Search
+from tools.generation import KERNELS, EngineEstimate
 
 AT_LIMIT = 0.01  # share of responses that reach the limit
 PARTS = 256  # of the longest response, in which the number of sequences is taken as constant
@@ -50,8 +49,7 @@ def tail(engine: EngineEstimate, prompts: int, group: int, prompt: float, respon
 def generation(search: Search, workers: int) -> float:
     """Return the seconds of a step's generation by colocated engines of so many GPUs."""
     r, longest = search.recipe, search.recipe.rollout.max_response_tokens
-    vllm = r.vllm.model_copy(update={"tensor_parallel_size": workers})
-    prompts = -(-r.rollout.prompts_per_step // engines_of_step(r.rollout, vllm, search.own.world))
+    prompts = -(-r.rollout.prompts_per_step // max(1, search.own.world // workers))
     element = memory.BYTES[r.rollout.dtype or r.model.precision]
     engine = EngineEstimate(search.chip, Efficiency(), search.s, workers, r.rollout.max_batch_sequences, element)
     mean = r.data.max_prompt_tokens * search.fraction, longest * search.fraction

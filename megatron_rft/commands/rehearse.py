@@ -12,9 +12,7 @@ from typing import Any
 
 from megatron_rft.config import load
 from megatron_rft.plan import check, memory, model_shape
-from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
-from megatron_rft.plan.engines import engines_of_step
-from megatron_rft.plan.generation import EngineEstimate
+from megatron_rft.plan.devices import GIB, RESERVED, device
 from megatron_rft.rehearsal import guard, report
 from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed, UserError
@@ -30,7 +28,7 @@ def run(_given: object, args: argparse.Namespace) -> int:
     with Worker() as worker:
         last = rehearsal.layout.pp - 1
         stages = [rehearsal.stage(n, worker) for n in sorted({0, min(1, last), last})]  # other middle ones equal the 1
-    print("\n".join([*report.lines(stages, rehearsal.engine_bytes), *rehearsal.generation_lines()]))
+    print("\n".join(report.lines(stages, rehearsal.engine_bytes)))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
     print(rehearsal.check_fits(stages))
@@ -137,23 +135,6 @@ class Rehearsal:
             "rank": rank,
             "micro_batches": micro_batches,
         }
-
-    def generation_lines(self) -> list[str]:
-        """Seconds of a step's generation by arithmetic: nothing is generated here."""
-        recipe = self.recipe
-        if recipe.trainer != "rl":
-            return []
-        rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
-        count = engines_of_step(rollout, recipe.vllm, self.layout.world)
-        element = memory.BYTES[rollout.dtype or recipe.model.precision]
-        engine = EngineEstimate(self.device, Efficiency(), self.sizes, workers, rollout.max_batch_sequences, element)
-        longest = rollout.max_response_tokens
-        prompts, mean = -(-rollout.prompts_per_step // count), self.args.fraction * longest
-        least, most = engine.seconds(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, mean, longest)
-        return [
-            f"generation by arithmetic: {report.seconds(least)} to {report.seconds(most)} s; {count} engines, each "
-            f"{prompts * rollout.group_size} responses of {mean:.0f} tokens on average, {longest} at most"
-        ]
 
     def check_fits(self, stages: list[Stage]) -> str:
         """A line with the memory that is left.

@@ -15,13 +15,6 @@ def engine_processes(rollout: Rollout, vllm: Vllm, world_size: int, spare_gpus: 
     return len(rollout.servers) or rollout.processes or spare_gpus // workers or shared
 
 
-def engines_of_step(rollout: Rollout, vllm: Vllm, world_size: int) -> int:
-    """Return the number of engines that share a step's prompts, with any placement."""
-    if rollout.placement == "colocated":
-        return max(1, world_size // vllm.tensor_parallel_size)
-    return engine_processes(rollout, vllm, world_size)
-
-
 def gpu_share(recipe: Recipe) -> float:
     """Return the default share of a device's memory for a vLLM engine."""
     share = GPU_SHARE_BESIDE_CRITIC if recipe.critic else GPU_SHARE

@@ -4,7 +4,6 @@ The models are folders with a config.json of known sizes and nothing else. One p
 """
 
 import json
-import re
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -240,9 +239,6 @@ def test_what_does_not_fit_names_its_stage_categories_and_help(tmp_path):
     found["peaks"]["training"]["total"] = 28 << 30
     assert "50.15 GiB are left at the peak, stage 2 of 2 in training" in rehearsal.check_fits(
         [Stage(1, 2, 1, 4, found)]
-    )
-    assert re.match(
-        r"generation by arithmetic: .* 8 engines, each 128 responses of 2048 tokens", *rehearsal.generation_lines()
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_rft.plan.devices import Device, Efficiency
-from megatron_rft.plan.generation import KERNELS, EngineEstimate
 from megatron_rft.plan.model_shape import ModelShape
 from tests.shapes import json_of
 from tools import tail
+from tools.generation import KERNELS, EngineEstimate
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=2, num_experts_per_tok=1)
 DENSE, MIXTURE = (ModelShape(json_of(2, 4, 2, 1, 8, 16, 2, **more)) for more in ({}, EXPERTS))

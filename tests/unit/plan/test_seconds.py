@@ -8,13 +8,13 @@ import pytest
 
 from megatron_rft.config import load
 from megatron_rft.plan.devices import Efficiency, device
-from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import stage_chunks
 from megatron_rft.plan.seconds import Bounds, Machine
 from tests.shapes import json_of
+from tools.generation import EngineEstimate
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,11 +10,11 @@ from megatron_rft.config import load
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import Efficiency
 from megatron_rft.plan.engines import check_engines, check_speed
-from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import check_layout
 from megatron_rft.plan.search import Search
 from tests.shapes import json_of
 from tools import tail
+from tools.generation import EngineEstimate
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = json.loads((Path(__file__).parent / "shipped_models.json").read_text())

@@ -1,4 +1,4 @@
-"""Computes the seconds in which engines generate a step's responses, by a roofline of their decoding. No torch.
+"""Computes the seconds in which engines generate a step's responses, by a roofline of their decoding.
 
 A decoding step reads the weights once for the whole batch, and the keys and values of each sequence. A group computes
 its prompt once. The lower bound fills free places of the batch at once and launches kernels for free (CUDA graphs). The
