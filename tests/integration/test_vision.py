@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -143,7 +144,7 @@ BESIDE = {  # options, and a metric of each step that shows their effect
     "environment": (
         [
             "environment={kind: own, episode: MADE/again.py:Again, max_turns: 3, processes: 1}",
-            "rollout.stop=[a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v, w, x, y, z, A, B, C, D]",
+            f"rollout.stop=[{', '.join('abcdefghijklmnopqrstuvwxyzABCD')}]",
             "rollout.max_response_tokens=64",
         ],
         "environment/tokens_share",
@@ -205,18 +206,27 @@ def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
     )
 
 
+PLAYED = {"kind": "own", "max_turns": 3, "processes": 1}
+STOP = [*"abcdefghijklmnopqrstuvwxyzABCD"]
+
+
 @pytest.fixture(scope="module")
 def store(made, start):
     """The folder of a store of right and wrong responses to 12 problems, 11 of them with a picture."""
+    return generated(made, start, "store", {"max_response_tokens": 8}, None)
+
+
+def generated(made, start, name, rollout, environment):
     rows = (made / "train.jsonl").read_text().splitlines()[:12]
     rows[3] = json.dumps(json.loads(rows[3]) | {"image": None})
     (made / "stored.jsonl").write_text("\n".join(rows) + "\n")
     recipe = {
         "trainer": "generate",
-        "run": {"output_dir": str(made / "store")},
+        "run": {"output_dir": str(made / name)},
         "model": {"path": str(start), "precision": "fp32"},
         "data": {"train": str(made / "stored.jsonl"), "image_field": "image", "chat": True, "max_prompt_tokens": 64},
-        "rollout": {"engine": "hf", "group_size": 8, "max_response_tokens": 8},
+        "rollout": {"engine": "hf", "group_size": 8} | rollout,
+        "environment": environment,
         "reward": {"kind": "own", "function": f"{made}/odd.py:odd", "maximum": 1.0},
         "generation": {"held_out": 0.2},
     }
@@ -224,7 +234,26 @@ def store(made, start):
     command = [sys.executable, "-m", "megatron_rft", "generate", str(made / "generate.yaml")]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return made / "store"
+    return made / name
+
+
+@pytest.mark.slow
+def test_a_store_of_episodes_has_each_image_once(made, start, tmp_path):
+    """Without the images of the store's folder training ends with their key."""
+    environment = PLAYED | {"episode": f"{made}/again.py:Again"}
+    store = generated(made, start, "played", {"max_response_tokens": 64, "stop": STOP}, environment)
+    files = [path for path in (store / "environment/images/000000").iterdir() if path.suffix != ".json"]
+    keys = [key for each in store.rglob("*.parquet") for key in pq.read_table(each)["shown"].to_pylist()]
+    assert len({*keys} - {None}) > 20 and len(files) <= len({*keys}) + 12
+    given = ["rollout.max_response_tokens=64", "batching.micro_batch_tokens=512", "evaluation.every=0"]
+    for out, more in (("whole", []), ("parts", ["run.steps=2"]), ("parts", [])):
+        status, output = offline(made, start, store, tmp_path / out, *given, *more)
+        assert status == 0, output[-3000:]
+    whole, parts = (weights(tmp_path / out) for out in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    shutil.rmtree(store / "environment/images")
+    status, output = offline(made, start, store, tmp_path / "without", *given)
+    assert status == 2 and "has no record of the images" in output, output[-2000:]
 
 
 def offline(made, start, store, out, *more):
