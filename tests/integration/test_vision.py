@@ -72,10 +72,16 @@ def test_a_resumed_run_is_that_of_one_start_and_two_ranks_learn_the_same(made, t
     assert any(name.startswith("visual.") for name in whole) and len(start) >= 4
 
 
+VLLM = ["rollout.engine=vllm", "rollout.placement=process"]
+WITHOUT_VLLM = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_a_step_continues_bit_for_bit(made, tmp_path):
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=WITHOUT_VLLM)])
+def test_a_run_that_is_killed_in_a_step_continues_bit_for_bit(made, tmp_path, engine):
     def given(out):
-        return options(made, tmp_path / out, "checkpoint.every=1", "run.steps=6")
+        more = VLLM if engine == "vllm" else []
+        return options(made, tmp_path / out, "checkpoint.every=1", "run.steps=6", *more)
 
     process, log = start_run(EXAMPLE / "grpo.yaml", *given("killed")), tmp_path / "killed/metrics.jsonl"
     assert wait_until(lambda: log.exists() and len(metrics(log.parent)) > 3, process)
@@ -185,7 +191,7 @@ def qwen3_vl(made, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@WITHOUT_VLLM
 @pytest.mark.parametrize(
     ("family", "placement"),
     [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated"), ("qwen3_vl", "server")],
@@ -208,6 +214,20 @@ def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
 
 PLAYED = {"kind": "own", "max_turns": 3, "processes": 1}
 STOP = [*"abcdefghijklmnopqrstuvwxyzABCD"]
+
+
+@pytest.mark.slow
+@WITHOUT_VLLM
+def test_vllm_reads_images_between_turns(made, tmp_path):
+    given, _ = BESIDE["environment"]
+    status, output = train(
+        EXAMPLE / "grpo.yaml",
+        *options(made, tmp_path / "run", *[each.replace("MADE", str(made)) for each in given], *VLLM),
+    )
+    assert status == 0, output[-3000:]
+    lines = [line for line in metrics(tmp_path / "run") if line["step"]]
+    assert len(lines) == 4 and all(line["environment/turns_mean"] > 1 for line in lines)
+    assert max(line["mismatch/kl"] for line in lines) < 1e-9
 
 
 @pytest.fixture(scope="module")
