@@ -128,7 +128,7 @@ def grade(
 
 
 def convert(
-    source: str | Path, out: str | Path, to: str | None = None, like: str | Path | None = None, logits: bool = False
+    source: str | Path, out: str | Path, to: str | None = None, like: str | Path | None = None
 ) -> "Conversion | None":
     """Convert a checkpoint, compare the copy with it bit by bit, and only then give it its name.
 
@@ -137,7 +137,6 @@ def convert(
         out: a new folder.
         to: hf, megatron or peft. None: not the source's format.
         like: a model with config.json and tokenizer, if the source has none.
-        logits: compare them, too, in fp32 and with the model in memory.
 
     Returns:
         Numbers of tensors and bytes, and the model's digest; None for adapters (peft).
@@ -148,7 +147,7 @@ def convert(
     """
     from megatron_rft.commands import convert as command
 
-    return command.convert(str(source), Path(out), to, None if like is None else str(like), logits)
+    return command.convert(str(source), Path(out), to, None if like is None else str(like))
 
 
 # ---- a run in another process

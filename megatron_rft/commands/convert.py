@@ -1,24 +1,19 @@
-"""`megatron-rft convert`: finds the source checkpoint and its format, converts it, and compares logits on request."""
+"""`megatron-rft convert`: finds the source checkpoint and its format, and converts it."""
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatron_rft.config import load_saved
-from megatron_rft.config.sections import Megatron
-from megatron_rft.conversion import Mapping, load_config, lora
 from megatron_rft.conversion import convert as conversion
+from megatron_rft.conversion import load_config, lora
 from megatron_rft.conversion.convert import Conversion, SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import model as models
-from megatron_rft.megatron import parallel, weights
 from megatron_rft.training import adapters, build
 from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.checkpoint_files import complete, damage
@@ -93,20 +88,14 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = convert(args.source, args.out, args.to, args.like, args.logits)
+    report = convert(args.source, args.out, args.to, args.like)
     if report is not None:
         print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
         print(f"digest of the model: {report.digest}")
     return FINISHED
 
 
-def convert(
-    path: str,
-    out: Path,
-    to: str | None = None,
-    like: str | None = None,
-    logits: bool = False,
-) -> Conversion | None:
+def convert(path: str, out: Path, to: str | None = None, like: str | None = None) -> Conversion | None:
     """Convert the checkpoint at `path`. The arguments are those of the command line. Returns None for adapters in
     PEFT's format."""
     source = find_source(path, like)
@@ -114,11 +103,8 @@ def convert(
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
     if to == "peft":
-        if logits:
-            raise ConfigError("--logits does nothing with --to peft: leave it out")
         return write_peft(source, out, like)
-    check = partial(compare_logits, source) if logits else lambda _: None
-    return conversion.convert(source, out, to, check=check)
+    return conversion.convert(source, out, to)
 
 
 def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
@@ -136,35 +122,3 @@ def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
             raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")
     print(f"{len(tensors)} tensors of adapters: names, shapes and bits equal the source's")
-
-
-def compare_logits(source: SourceCheckpoint, written: SourceCheckpoint) -> None:
-    """Compare the logits of 32 tokens before and after the conversion, in fp32. Loads one model after the other.
-
-    Raises:
-        RunFailed: the logits differ.
-    """
-    ids = torch.arange(32)[None] * 7919 % source.hf_config.vocab_size
-    before, after = logits_of(source, ids), logits_of(written, ids)
-    largest, difference = before.abs().max().item(), (before - after).abs().max().item()
-    print(f"logits differ by at most {difference:.1e}; the largest is {largest:.1f}", flush=True)
-    if not difference <= 1e-4 * max(largest, 1.0):
-        raise RunFailed("the converted model has other logits than the source: the result was removed")
-
-
-@torch.no_grad()
-def logits_of(source: SourceCheckpoint, ids: Tensor) -> Tensor:
-    """[b, s, V] logits by transformers (format hf) or megatron-core (format megatron)."""
-    if source.format == "hf":
-        model = AutoModelForCausalLM.from_pretrained(source.path, config=source.hf_config, dtype=torch.float32).eval()
-        return model(ids).logits
-    parallel.initialize(Megatron())
-    try:
-        chunks = models.build(source.hf_config, Megatron(), "fp32")
-        weights.load(chunks, source.open(), Mapping(source.hf_config))
-        device = parallel.device()
-        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-        hidden = chunks[0].eval()(ids.to(device), positions, None)
-        return (hidden @ models.output_weight(chunks[0]).T)[..., : source.hf_config.vocab_size].cpu()
-    finally:
-        parallel.shutdown()

@@ -70,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     convert.add_argument("--to", choices=("hf", "megatron", "peft"), help="format of OUT (default: not the source's)")
     convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")
-    convert.add_argument("--logits", action="store_true", help="also compare logits in fp32, with the model in memory")
 
     report = add("report", help="write a page about runs, with charts and samples")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")

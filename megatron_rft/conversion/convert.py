@@ -62,15 +62,8 @@ class Conversion:
     digest: str
 
 
-def convert(
-    source: SourceCheckpoint,
-    out: Path,
-    to: Format,
-    *,
-    file_bytes: int = 4 << 30,
-    check: Callable[[SourceCheckpoint], None] = lambda _: None,
-) -> Conversion:
-    """Write `source` to the new folder `out`. `check` may inspect the result, and raise, before it is renamed to `out`.
+def convert(source: SourceCheckpoint, out: Path, to: Format, *, file_bytes: int = 4 << 30) -> Conversion:
+    """Write `source` to the new folder `out`.
 
     Raises:
         DataError: the source is incomplete or not this model, `out` exists, or the disk is too small.
@@ -90,9 +83,7 @@ def convert(
             MegatronWriter(partial, source.hf_config, file_bytes).write(read)
             whole_config(source.hf_config).save_pretrained(partial)
             copy_companions(source.companions, partial)
-        written = replace(source, path=partial, format=to, merged=None)
-        _compare(read, written.open())
-        check(written)
+        _compare(read, replace(source, path=partial, format=to, merged=None).open())
         report = Conversion(str(source.path), to, len(read.seen), read.bytes, read.digest())
         (partial / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report

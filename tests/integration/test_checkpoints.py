@@ -28,9 +28,9 @@ def run(tmp_path_factory):
 
 
 def test_the_newest_checkpoint_becomes_what_the_run_exported(run, tmp_path, capsys):
-    assert main(["convert", str(run / "run"), str(tmp_path / "out"), "--logits"]) == 0
+    assert main(["convert", str(run / "run"), str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
-    assert "checkpoints/step_000002 (megatron) ->" in told and "logits differ by at most" in told
+    assert "checkpoints/step_000002 (megatron) ->" in told
     expected, found = (load_file(folder / "model.safetensors") for folder in (run / "run/export", tmp_path / "out"))
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (run / "run/export/tokenizer.json").read_bytes()

@@ -230,15 +230,17 @@ def test_an_engine_is_a_folder_and_a_line(package, recipe):
 
 
 def test_a_family_is_a_table(package, recipe):
-    """`convert` compares names, shapes and bits of both formats, and with --logits megatron-core with transformers."""
+    """`convert` compares names, shapes and bits of both formats, and `diagnose` megatron-core with transformers."""
     line = '    "seed_oss": Family("SeedOssForCausalLM", ATTENTION | QKV_BIAS | MLP_NORM | DENSE),\n'
     add_line(package / "families/tables.py", "FAMILIES = {  # by `model_type`\n", line)
     known = AutoConfig.from_pretrained(package.parent / "model")
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     shape = {name: getattr(known, name) for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings")}
     write_model(package.parent / "model", SeedOssConfig(**shape, pad_token_id=None))
-    told = command(package.parent, "convert", "model", "converted", "--logits")
-    assert "logits differ by at most" in told and "names, shapes and bits equal the source's" in told
+    told = command(package.parent, "convert", "model", "converted")
+    assert "names, shapes and bits equal the source's" in told
+    told = command(package.parent, "diagnose", "recipe.yaml", "--prompts", "2")
+    assert "weights, tokens, masks and temperature are right" in told
     assert "MiB of weights" in command(package.parent, "plan", "recipe.yaml")
     command(package.parent, "evaluate", "recipe.yaml", "--model", "converted", "--out", "results")
     assert len(completions(package.parent)) == 2
