@@ -29,11 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rft.responses import Prompt, Response, Score
+from megatron_rft.responses import SHOWN, Prompt, Response, Score
 
 __all__ = ["Batch", "Prompt", "Response", "Score"]
-
-SHOWN = 1 << 61  # the least key of an episode's images
 
 
 def flat(lists: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_rft.utils.errors import CodeError
 
+SHOWN = 1 << 61  # the least key of an episode's images
+
 
 def number(value: Any) -> float:
     """A number of any kind, as numpy's or a tensor of one. Raises TypeError for texts and what else is none."""

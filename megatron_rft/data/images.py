@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
-from transformers import AutoImageProcessor
 
 from megatron_rft.data.fields import Row
-from megatron_rft.records import SHOWN
+from megatron_rft.responses import SHOWN
 from megatron_rft.utils.errors import DataError, first_line
 from megatron_rft.utils.files import read_json, write_atomically
 
@@ -53,8 +51,8 @@ class Pictures:
     def digest(self) -> str:
         return self.digests[0] if len(self.digests) == 1 else hashlib.sha256("".join(self.digests).encode()).hexdigest()
 
-    def pixels(self) -> Tensor:
-        """[patches, width]"""
+    def pixels(self) -> Any:
+        """A tensor [patches, width]."""
         return self.reader.process([decoded(source) for source in self.sources])["pixel_values"]
 
     def small(self) -> list[str]:
@@ -72,7 +70,7 @@ class Pictures:
 class ImageReader:
     """Reads the images of rows. `least`, `most`: limits of the pixels to which the processor scales; None: its own."""
 
-    processor: Any
+    folder: Path  # of the model
     token: int
     column: str
     least: int | None = None
@@ -83,9 +81,8 @@ class ImageReader:
         folder = Path(tokenizer.name_or_path)
         if not (folder / "preprocessor_config.json").is_file():
             raise DataError(f"data.image_field: {folder} has no preprocessor_config.json: its model reads no images")
-        processor = AutoImageProcessor.from_pretrained(folder)
         token = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", "<|image_pad|>"))
-        return cls(processor, token, column, least, most)
+        return cls(folder, token, column, least, most)
 
     def read(self, row: Row, place: Any) -> Pictures:
         """The images in the row's column. Raises DataError."""
@@ -110,13 +107,18 @@ class ImageReader:
         digests = tuple(hashlib.sha256(encoded(each)).hexdigest() for each in sources)
         return Pictures(digests, grids, tuple(sources), self)
 
-    def process(self, images: list[Image.Image]) -> dict[str, Tensor]:
-        size = dict(self.processor.size)
-        limits = {
-            "shortest_edge": self.least or size["shortest_edge"],
-            "longest_edge": self.most or size["longest_edge"],
-        }
-        return self.processor(images=images, size=limits, return_tensors="pt")
+    def process(self, images: list[Image.Image]) -> Any:
+        processor = image_processor(self.folder)
+        least, most = self.least or processor.size["shortest_edge"], self.most or processor.size["longest_edge"]
+        return processor(images=images, size={"shortest_edge": least, "longest_edge": most}, return_tensors="pt")
+
+
+@lru_cache(maxsize=1)
+def image_processor(folder: Path) -> Any:
+    """Of the model. Imported here, as processes that grade get a prompt's images as well: they load no torch."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder)
 
 
 def source_of(value: Any) -> Source:
@@ -140,7 +142,7 @@ def filled(ids: Sequence[int], pictures: Pictures | None) -> list[int]:
     """The tokens of a template's text, with as many image tokens for each image as it has features."""
     if pictures is None:
         return list(ids)
-    token, merge = pictures.reader.token, pictures.reader.processor.merge_size
+    token, merge = pictures.reader.token, image_processor(pictures.reader.folder).merge_size
     if (count := ids.count(token)) != len(pictures.grids):
         raise DataError(f"the chat template writes {count} image tokens for {len(pictures.grids)} images")
     runs = iter([token] * (math.prod(grid) // merge**2) for grid in pictures.grids)
@@ -223,13 +225,11 @@ class PromptImages:
     def __init__(self, prompts: list[Any], folder: Path = Path()):
         self.pictures = {prompt.index: prompt.images for prompt in prompts}
         self.folder, self.reader = folder, prompts[0].images.reader
-        self.of, self.pixels = lru_cache(maxsize=4096)(self._of), lru_cache(maxsize=64)(self._pixels)
+        self.of = lru_cache(maxsize=4096)(self._of)
+        self.pixels = lru_cache(maxsize=64)(lambda key: self.of(key).pixels())
 
     def grids(self, key: int) -> list[Grid]:
         return list(self.of(key).grids)
-
-    def _pixels(self, key: int) -> Tensor:
-        return self.of(key).pixels()
 
     def _of(self, key: int) -> Pictures:
         if key < SHOWN:

@@ -23,7 +23,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.records import SHOWN, Score
+from megatron_rft.responses import SHOWN, Score
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from tests.parity.hf_cases import own_tensors
 
