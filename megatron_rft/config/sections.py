@@ -197,16 +197,12 @@ class Batching(Section):
     """auto: training does not compute responses whose advantages are all zero, such as those of a group with equal
     rewards, if their loss has no other part with a gradient. They count in every denominator, so the gradient is the
     same. off: training computes all responses."""
-    logprob_block_mib: Count | None = None
-    """Size of the block in which logits are computed; one block exists at a time. None: 64 on a GPU, which large ones
-    suit, such as 256; 16 on a CPU, where each block of more than 32 would get new memory."""
+    logprob_block_mib: Count = 64
+    """Size of the block in which logits are computed; one block exists at a time. Large ones suit GPUs, such as 256."""
 
     @property
     def tokens_without_backward(self) -> int:
         return self.forward_only_tokens or 2 * self.micro_batch_tokens
-
-    def block_bytes(self, on_gpu: bool) -> int:
-        return (self.logprob_block_mib or (64 if on_gpu else 16)) << 20
 
     def why_not_shared(self, context_parallel_size: int, model: str = "") -> str:
         """The reason why responses do not share their prompt; empty if they do. `model`: the model's reason."""

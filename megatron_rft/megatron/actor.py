@@ -442,7 +442,7 @@ class Actor:
             "group": parallel.tp_group() if parallel.tp_size() > 1 else None,
             "vocab_size": self.hf_config.vocab_size,
             "temperature": self.temperature,
-            "block_bytes": self.batching.block_bytes(self.device.type == "cuda"),
+            "block_bytes": self.batching.logprob_block_mib << 20,
             "never": never_sampled(self.hf_config),
             "support": support and Support(*(send(x, self.device) for x in support)),
         }

@@ -41,9 +41,9 @@ def activations(
     if stage == layout.pp - 1:
         weight = -(-s.vocabulary // layout.tp) * s.hidden * element
         head = element * tokens * (5 * s.hidden + 2 * s.hidden / sequence) + weight
-        head += 2.5 * batching.block_bytes(on_gpu=True)
+        head += 2.5 * (batching.logprob_block_mib << 20)
         if second:
-            head += weight + element * tokens * s.hidden + 2.5 * batching.block_bytes(on_gpu=True)
+            head += weight + element * tokens * s.hidden + 2.5 * (batching.logprob_block_mib << 20)
     held = layers * largest + mask * under_way(layout, stage)
     return round(element * tokens * held + max(element * tokens * beside, head))
 

@@ -70,7 +70,7 @@ def actor_like(model: Qwen3ForCausalLM, precision: str, *, micro_batch_tokens: i
         micro_batch_tokens=micro_batch_tokens,
         forward_only_tokens=options.pop("forward_only_tokens", None),
         pack_sequences=options.pop("pack_sequences", True),
-        logprob_block_mib=options.pop("logprob_block_mib", None),
+        logprob_block_mib=options.pop("logprob_block_mib", 64),
     )
     optimizer = {**ADAMW, "use_distributed_optimizer": True}
     actor = Actor(model.config, megatron, batching, precision, optimizer=options.pop("optimizer", optimizer), **options)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rft.megatron.cpu import layers, optimizer, without_cuda
 from megatron_rft.utils import products
+from megatron_rft.utils.device import keep_large_blocks
 
 
 @functools.cache
@@ -20,6 +21,7 @@ def install() -> None:
         without_cuda.redirect()
         optimizer.install_collectives()
         products.install_fp32()
+        keep_large_blocks()
         _lean_layers()
     _without_transformer_engine()
     optimizer.install_adam()

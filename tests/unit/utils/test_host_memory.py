@@ -1,6 +1,7 @@
-"""How much memory this machine has, and that freed pages go back to the system."""
+"""How much memory this machine has, and which freed pages go back to the system."""
 
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -22,6 +23,15 @@ def test_the_machines_memory(monkeypatch, tmp_path):
     (tmp_path / "none").write_text("max\n")
     monkeypatch.setattr(device, "LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
     assert device.machine_bytes() == 1000000
+
+
+def test_large_blocks_are_reused():
+    """The second tensor of 80 MB would else get 20,000 new pages."""
+    device.keep_large_blocks()
+    torch.ones(20_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(20_000_000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
 
 
 def test_gaps_between_blocks_go_back():
