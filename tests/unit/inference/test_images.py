@@ -34,8 +34,8 @@ class Seen:
         return torch.randn(patches, self.width, generator=torch.Generator().manual_seed(self.seed))
 
     @property
-    def digest(self):
-        return f"{self.seed}: {self.grids}"
+    def digests(self):
+        return [f"{self.seed}, {number}: {self.grids}" for number in range(len(self.grids))]
 
 
 def build(kind, family):
