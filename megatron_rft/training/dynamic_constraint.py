@@ -5,6 +5,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_rft.inference.engine import request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch, Prompt
@@ -57,7 +59,8 @@ def shown_pairs(rollouts: list[ScoredResponse], actor: Actor, tokenizer: Any) ->
         return []
     written = [list(each.response.token_ids) for each in chosen]
     refined = [list(each.refined.token_ids[: len(ids)]) for each, ids in zip(chosen, written, strict=True)]
-    batch = Batch.of([list(each.prompt.token_ids) for each in chosen] * 2, written + refined)
+    keys = {"images": torch.tensor([each.prompt.images_key for each in chosen] * 2)}
+    batch = Batch.of([list(each.prompt.token_ids) for each in chosen] * 2, written + refined, sequences=keys)
     values = (-actor.outputs(batch, LOGPROBS)["logprobs"]).split(batch.response_lens.tolist())
 
     def sample(number: int, kind: str, reward: float) -> Sample:
