@@ -12,7 +12,7 @@ from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, 
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.environments.tools import schemas
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Problems:
     def rows(self, part: str) -> list[Row]:
         source = self.source(part)
         with self._named(part):
-            return load_rows(
+            rows = load_rows(
                 source.path,
                 source.split,
                 source.limit or self.data.limit,
@@ -39,6 +39,11 @@ class Problems:
                 streaming=source.streaming,
                 part="test" if part in self.benchmarks else part,
             )
+            column = self.data.image_field
+            if column and part == "train" and not self.environment and not any(column in row for row in rows):
+                there = f"the first has {', '.join(map(repr, rows[0]))}.{did_you_mean(column, rows[0])}"
+                raise DataError(f"no row has the column {column!r} (data.image_field); {there}")
+        return rows
 
     def prompt_format(self, part: str) -> PromptFormat:
         """The format of a part's prompts. An adapter has its own field names and template."""

@@ -6,7 +6,8 @@ import pytest
 from transformers import Qwen3Config
 
 from examples.quickstart import arithmetic
-from megatron_rft.config import Model, load
+from megatron_rft.config import Data, Model, load
+from megatron_rft.config.environment import Own
 from megatron_rft.training import build
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
@@ -26,6 +27,16 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
     (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")
+
+
+def test_a_column_of_images_that_no_row_has_is_named(tmp_path):
+    """Else the model would learn without its images. An environment may show them instead."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How many?", "answer": "3", "images": "a.png"}) + "\n")
+    data = Data(train=str(tmp_path / "rows.jsonl"), image_field="image", chat=True)
+    there = r"the first has 'question', 'answer', 'images'. Did you mean 'images'\?"
+    with pytest.raises(DataError, match=rf"data.train: no row has the column 'image' \(data.image_field\); {there}"):
+        Problems(data).prompts("train", arithmetic.tokenizer())
+    assert Problems(data, Own(episode="a.py:A")).rows("train")
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):
