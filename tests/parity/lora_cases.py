@@ -20,7 +20,7 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch
 from tests.families import FAMILIES as TEXT
-from tests.families import IMAGE, SEEING, transformers_class
+from tests.families import SEEING, transformers_class
 from tests.made import made
 from tests.parity.family_cases import Pictures, seeing_batch, write_folder
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
@@ -92,7 +92,7 @@ def of_peft(hf_config, path: Path, options: Lora, given: dict, batch: Batch) -> 
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(given[name])
-    total = 0.0
+    total, shown = 0.0, torch.tensor(never_sampled(hf_config), dtype=torch.long)
     prompts = batch.prompt_ids.split(batch.prompt_lens.tolist())
     responses = batch.response_ids.split(batch.response_lens.tolist())
     for prompt, response, key in zip(prompts, responses, batch.images.tolist(), strict=True):
@@ -101,8 +101,8 @@ def of_peft(hf_config, path: Path, options: Lora, given: dict, batch: Batch) -> 
         logits = model(ids, **seen).logits[:, len(prompt) - 1 : -1]
         logits[:, :, never_sampled(hf_config)] = -torch.inf
         logprobs = logits.log_softmax(-1)
-        own = logprobs.gather(-1, response[None, :, None])[0, response != IMAGE]
-        loss = -own.sum() / (batch.response_ids != IMAGE).sum()
+        own = logprobs.gather(-1, response[None, :, None])[0, ~torch.isin(response, shown)]
+        loss = -own.sum() / (~torch.isin(batch.response_ids, shown)).sum()
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad.float() for name, parameter in named.items()}
