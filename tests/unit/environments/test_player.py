@@ -191,10 +191,10 @@ def test_a_fault_costs_one_episode(play, fault):
     assert failed
 
 
-def test_an_environment_that_answers_otherwise_when_it_is_played_again_is_named(play):
-    asked = requests(count=3)
-    broken = replace(asked[0].problem, fields={"fault": "dies", "fault_at": 2})
-    found = responses(play("Fickle", count=1, max_turns=4), [replace(asked[0], problem=broken), *asked[1:]])
+def test_an_environment_that_answers_otherwise_when_it_is_played_again_is_named(play, tmp_path):
+    asked = requests(count=3, died=str(tmp_path / "died"))
+    broken = replace(asked[0].problem, fields=asked[0].problem.fields | {"fault": "dies", "fault_at": 2})
+    found = responses(play("Replaced", count=1, max_turns=4), [replace(asked[0], problem=broken), *asked[1:]])
     errors = {each.score.error for group in found.values() for each in group if each.score}
     assert any("otherwise when the episode was played again" in error for error in errors)
 

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -76,6 +77,16 @@ class Fickle(Echo):
     def step(self, text: str) -> Turn:
         now = time.time_ns()
         return Turn("".join("CDEFGH"[now // 6**place % 6] for place in range(3)), done=super().step(text).done)
+
+
+class Replaced(Echo):
+    """Answers otherwise once a process has died."""
+
+    def step(self, text: str) -> Turn:
+        died = Path(self.fields["died"])
+        if self.fields.get("fault_at") == len(self.heard) + 1:
+            died.touch()
+        return Turn("DDD" if died.exists() else "CCC", done=super().step(text).done)
 
 
 class Random(Echo):
