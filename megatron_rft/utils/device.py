@@ -98,11 +98,12 @@ def machine_bytes() -> int:
 def keep_large_blocks() -> None:
     """Let glibc reuse freed blocks of up to a GiB, such as a layer's activations; elsewhere this does nothing.
 
-    Else it gets each one of more than 32 MiB from the system anew, which clears all of its pages.
+    Else it gets each one of more than 32 MiB from the system anew, which clears all of its pages. Only
+    `return_free_pages` gives back what is free.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-    for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        mallopt(option, 1 << 30)
+    for option, value in ((-1, -1), (-3, 1 << 30)):  # M_TRIM_THRESHOLD (never), M_MMAP_THRESHOLD
+        mallopt(option, value)
 
 
 def return_free_pages() -> None:

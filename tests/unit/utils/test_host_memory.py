@@ -1,7 +1,8 @@
 """How much memory this machine has, and which freed pages go back to the system."""
 
 import os
-import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -26,12 +27,27 @@ def test_the_machines_memory(monkeypatch, tmp_path):
 
 
 def test_large_blocks_are_reused():
-    """The second tensor of 80 MB would else get 20,000 new pages."""
-    device.keep_large_blocks()
-    torch.ones(20_000_000)
+    """Else the second block of 80 MB gets new pages, and so does the next one after more than a GiB was freed."""
+    script = """
+import ctypes, resource
+from megatron_rft.utils import device
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+def new_pages(blocks=1):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(20_000_000)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
+    taken = [ctypes.c_void_p(c.malloc(80_000_000)) for _ in range(blocks)]
+    for block in taken:
+        ctypes.memset(block, 1, 80_000_000)
+    for block in taken:
+        c.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first = new_pages(), new_pages()
+device.keep_large_blocks()
+print(*first, new_pages(15), new_pages())
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    *new, reused = map(int, done.stdout.split())
+    assert reused < min(new) / 10
 
 
 def test_gaps_between_blocks_go_back():
