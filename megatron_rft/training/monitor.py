@@ -180,7 +180,7 @@ class Monitor:
         ranks, slow = self.stragglers.take(phases.work(), step)
         means = {name: sum(values) / len(values) for name, values in self.values.items()}
         self.values.clear()
-        metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.total} | phases.take()
+        metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.skipped[1]} | phases.take()
         metrics |= self.throughput.take(metrics) | load_metrics(loads)
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
         alarms = [alarm.check(metrics, step) for alarm in self.alarms]
@@ -191,20 +191,20 @@ class NonFiniteGuard:
     """Allows `bound` skipped optimizer steps in a row. One more writes the batch to disk and ends the run."""
 
     def __init__(self, output_dir: Path, bound: int):
-        self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
+        self.output_dir, self.bound, self.skipped = output_dir, bound, (0, 0)  # in a row, in all
 
     def note(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
         if not metrics["skipped"]:
-            self.in_a_row = 0
+            self.skipped = 0, self.skipped[1]
             return
-        self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
-        if self.in_a_row <= self.bound:
+        in_a_row, _ = self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
+        if in_a_row <= self.bound:
             return
         path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
         if dist.get_rank() == 0:
             save_file(batch.state_dict(), path)
         raise RunFailed(
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} "
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {in_a_row} "
             f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
             "checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
         )

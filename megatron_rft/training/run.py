@@ -103,7 +103,7 @@ class TrainingRun:
                 parallel.on_main(lambda: adapters.check_base(path, self.inputs))
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
-            self.monitor.guard.total = facts["skipped_steps"]
+            self.monitor.guard.skipped = tuple(facts["skipped_steps"])
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             state = self.best.restore(state)
@@ -233,7 +233,7 @@ class TrainingRun:
         self.tracker.sync()
         if self.best:
             state = state | self.best.state()
-        facts = {"position": self.stream.position, "skipped_steps": self.monitor.guard.total, "inputs": self.inputs}
+        facts = {"position": self.stream.position, "skipped_steps": self.monitor.guard.skipped, "inputs": self.inputs}
         self.checkpoints.save(step, facts, state)
 
     # ---- end
