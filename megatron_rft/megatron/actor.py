@@ -95,7 +95,7 @@ class Actor:
         trains_tower: bool = False,
     ):
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
-        self.mapping = Mapping(hf_config)
+        self.mapping, self.never = Mapping(hf_config), never_sampled(hf_config)
         self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
         self.models = models.build(
             hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
@@ -443,7 +443,7 @@ class Actor:
             "vocab_size": self.hf_config.vocab_size,
             "temperature": self.temperature,
             "block_bytes": self.batching.logprob_block_mib << 20,
-            "never": never_sampled(self.hf_config),
+            "never": self.never,
             "support": support and Support(*(send(x, self.device) for x in support)),
         }
         if names <= ALONE:

@@ -75,7 +75,7 @@ class Checkpointer:
         for actor in models.values():
             optimizer_shards.gather_nothing(actor.optimizer.megatron)
         self.queue = AsyncCallsQueue(persistent=False)
-        self.failed = False
+        self.failed = self.saving = False
         start_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
@@ -122,9 +122,10 @@ class Checkpointer:
             write = functools.partial(_write, os.getpid(), request.async_fn, own, partial, dist.get_rank())
             with without_stop_signals():
                 self.queue.schedule_async_request(request._replace(async_fn=write))
+            self.saving = True
 
     def poll(self) -> None:
-        """Finish a save whose writer has ended. Cheap; call it once per step."""
+        """Finish a save whose writer has ended. Call it in each step while one is `saving`."""
         with self._disk_may_fail():
             self.queue.maybe_finalize_async_calls(blocking=False)
 
@@ -261,6 +262,7 @@ class Checkpointer:
             for old in checkpoint_files.complete(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
         parallel.barrier("checkpoint")
+        self.saving = False
 
 
 def _write(

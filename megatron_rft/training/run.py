@@ -28,7 +28,7 @@ from megatron_rft.training.build import tokenizer_folder
 from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import Monitor, due
-from megatron_rft.utils.device import has_cuda_device, return_free_pages
+from megatron_rft.utils.device import return_free_pages
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
 
@@ -76,7 +76,7 @@ class TrainingRun:
         out."""
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
         self.evaluator, self.folder, self.dropped = evaluator, Path(recipe.run.output_dir), dropped
-        self.done = 0
+        self.validates, self.done = recipe.validates, 0
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
         sizes, given = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
@@ -127,7 +127,7 @@ class TrainingRun:
     @property
     def evaluates_at_start(self) -> bool:
         """Whether the model is evaluated before the first step."""
-        return self.recipe.trainer != "sft" and not self.done and bool(self.recipe.validates or self.recipe.data.test)
+        return self.recipe.trainer != "sft" and not self.done and bool(self.validates or self.recipe.data.test)
 
     def evaluate_at_start(self) -> dict[str, float] | None:
         """Validate and test before the first step. Returns the test result, on a resumed run the recorded one."""
@@ -137,7 +137,7 @@ class TrainingRun:
             return None
         metrics, test = {}, None
         with self.phases("evaluation"):
-            if self.recipe.validates:
+            if self.validates:
                 metrics |= accuracy("evaluation", self._evaluated("validation", 0))
             if self.recipe.data.test:
                 test = self._evaluated("test", 0)
@@ -182,7 +182,7 @@ class TrainingRun:
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every
-        return self.recipe.validates and (step == self.total_steps or bool(every) and step % every == 0)
+        return self.validates and (step == self.total_steps or bool(every) and step % every == 0)
 
     def comparison_due(self, step: int) -> bool:
         """Whether the engine's weights are compared with the actor's bit by bit after this step."""
@@ -206,7 +206,7 @@ class TrainingRun:
     ) -> bool:
         """Log, and save if due. Returns whether a signal stops the run; the checkpoint is then on disk. `pending`
         returns further state for a checkpoint."""
-        if not has_cuda_device():
+        if self.models.actor.device.type == "cpu":
             return_free_pages()
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         routers = self.models.actor.routers
@@ -221,7 +221,7 @@ class TrainingRun:
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
                 self.save(step, state | pending())
-            else:
+            elif self.checkpoints.saving:
                 self.checkpoints.poll()
         if stopping:
             self.checkpoints.wait()

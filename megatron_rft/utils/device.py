@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -106,9 +107,6 @@ def keep_large_blocks() -> None:
         mallopt(option, value)
 
 
-def return_free_pages() -> None:
-    """Give what the allocator keeps free back to the system, with glibc; elsewhere this does nothing.
-
-    Batches of all lengths leave gaps of a megabyte between blocks, which glibc would keep for itself.
-    """
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+# Gives what the allocator keeps free back to the system, with glibc; elsewhere it does nothing. Batches of all lengths
+# leave gaps of a megabyte between blocks, which glibc would keep for itself.
+return_free_pages = partial(getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None), 0)

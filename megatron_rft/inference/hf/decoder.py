@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from megatron_rft.families.towers import never_sampled
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
 from megatron_rft.inference.hf import attention
 from megatron_rft.megatron.images import rope_positions
@@ -116,9 +115,7 @@ class Decoder:
     sampling: Sampling
 
     def __post_init__(self):
-        self.model, self.never = self.engine.model, never_sampled(self.engine.config)
-        on_cpu = self.engine.device.type == "cpu" and not self.never
-        self.takes_bias = on_cpu and attention.takes_bias(self.model.config, self.engine.dtype)
+        self.model, self.never, self.takes_bias = self.engine.model, self.engine.never, self.engine.takes_bias
 
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""

@@ -16,7 +16,7 @@ from megatron_rft.conversion.folder import whole_config
 from megatron_rft.families.checks import why_unsupported
 from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.families.tables import family_of
-from megatron_rft.families.towers import sees
+from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.inference.engine import (
     Engine,
     EngineOptions,
@@ -64,7 +64,9 @@ class HFEngine(Engine):
                 buffer.data = buffer.data.float()  # as the trainer and vLLM have it
         self.routes = Routes(self.model)
         self.weight_version = -1
-        self.config = config
+        self.config, self.never = config, never_sampled(config)
+        on_cpu = self.device.type == "cpu" and not self.never
+        self.takes_bias = on_cpu and attention.takes_bias(model.config, dtype)
         self.targets = hf_views(self.model, config)
         shapes = {name: target.shape for name, target in self.targets.items()}
         self.validator = WeightValidator(shapes, config.model_type)

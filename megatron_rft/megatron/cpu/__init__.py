@@ -22,26 +22,9 @@ def install() -> None:
         optimizer.install_collectives()
         products.install_fp32()
         keep_large_blocks()
-        _lean_layers()
+        layers.install()
     _without_transformer_engine()
     optimizer.install_adam()
-
-
-def _lean_layers() -> None:
-    """Give megatron-core's layers the functions of `layers` in place of eager ones."""
-    from megatron.core.fusions import fused_bias_swiglu
-    from megatron.core.models.common.embeddings import rope_utils
-
-    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = layers.swiglu, layers.swiglu_back
-    eager = rope_utils._apply_rotary_pos_emb_bshd
-
-    def rotary(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
-        if rotary_interleaved or multi_latent_attention:
-            return eager(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        cos, sin = ((of(freqs) * mscale).to(t.dtype) for of in (torch.cos, torch.sin))
-        return layers.Rotate.apply(t, cos, sin)
-
-    rope_utils._apply_rotary_pos_emb_bshd = rotary
 
 
 def _without_transformer_engine() -> None:

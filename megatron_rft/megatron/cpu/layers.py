@@ -166,3 +166,20 @@ def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
 def _rows(x: Tensor, index: Tensor) -> Tensor:
     """[T, heads, d] and [n, longest] -> [n, heads, longest, d]"""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+
+
+def install() -> None:
+    """Give megatron-core's layers these functions in place of eager ones."""
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = swiglu, swiglu_back
+    eager = rope_utils._apply_rotary_pos_emb_bshd
+
+    def rotary(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
+        if rotary_interleaved or multi_latent_attention:
+            return eager(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        cos, sin = ((of(freqs) * mscale).to(t.dtype) for of in (torch.cos, torch.sin))
+        return Rotate.apply(t, cos, sin)
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotary

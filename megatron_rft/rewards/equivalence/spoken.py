@@ -23,13 +23,14 @@ ORDINAL = re.compile(r"(\d+) ?(?:st|nd|rd|th)")
 VERB = "is|are|was|were|does|do|did|can|could|will|would|has|have|had"
 CONFIRMED = re.compile(rf"(yes|no)[,.;]? (?:it|they|there|this|that|he|she|we|you|i) (?:{VERB}|ca)( ?not|n't)?")
 WRAPPED = re.compile(r"\\[a-z]+\s*\{|\\[a-z]+(?=\s)|\\.|[{}^$\s]")
+# What every text has that `spoken` changes.
 MAYBE = re.compile(rf"(?i)\b(?:yes|no|and|{MONTH})\b|\d\W*(?:(?:text|math)\w*\W*)?(?:st|nd|rd|th)\b")
 LONGEST = 80
 
 
 def spoken(text: str) -> str:
     """Write an ordinal, a date, and "Yes, it is" in one way; any other text stays as it is."""
-    if len(text) > LONGEST or not MAYBE.search(text):
+    if len(text) > LONGEST:
         return text
     said = " ".join(WRAPPED.sub(" ", text.lower()).split()).removeprefix("the ").rstrip(" .")
     if found := ORDINAL.fullmatch(said):

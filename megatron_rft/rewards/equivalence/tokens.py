@@ -9,7 +9,7 @@ import unicodedata
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_rft.rewards.equivalence.spoken import is_number, spoken
+from megatron_rft.rewards.equivalence.spoken import MAYBE, is_number, spoken
 
 CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "⁄": "/", "∕": "/",
@@ -105,7 +105,7 @@ def tokens(text: str) -> tuple[list[Token], str]:
     signed = text.count("$") % 2 or "\\$" in text or not text.isascii() or (wordy and COIN.search(text))
     money = MONEY.search(text) if signed else None
     text = MONEY.sub("", text) if money else text
-    text = (spoken(text) if wordy else text).replace("$", "")
+    text = (spoken(text) if wordy and MAYBE.search(text) else text).replace("$", "")
     text = text.replace(" ", "") if SPACED.fullmatch(text) else text
     return _cut(text), COINS.get((money["coin"] or "").lower().rstrip("."), "dollar") if money else ""
 
