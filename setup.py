@@ -55,6 +55,7 @@ setup(
             "nbclient>=0.10",  # examples/notebook.ipynb
             "ipykernel>=6.29",
             "gymnasium>=1.2",  # examples/agents/frozen_lake.py
+            "uv>=0.13",  # resolves requirements-gpu.lock again
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "agents": ["aiohttp>=3.14"],  # environment.kind=program

