@@ -1,5 +1,6 @@
 """The section `lora`: train low-rank adapters of a frozen model."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,7 +15,9 @@ TARGETS = {  # Hugging Face's modules
 LAYERS = {  # megatron-core's
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "vision": (),
 }
+VISION = re.compile(r".*visual\..*\.(?:qkv|attn\.proj|\w+_proj|mlp\.[02]|linear_fc[12])")  # transformers' modules
 
 
 def targets_of(named: Any) -> Any:
@@ -42,9 +45,9 @@ class Lora(Section):
     """Columns of each adapter's B and rows of its A."""
     alpha: Positive = 32.0
     """The adapter's output is multiplied by alpha / rank."""
-    targets: Annotated[list[Literal[*TARGETS]], BeforeValidator(targets_of), Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
+    targets: Annotated[list[Literal[*LAYERS]], BeforeValidator(targets_of), Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
     """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj. PEFT's names
-    of all of a target's modules are the target."""
+    of all of a target's modules are the target. vision: all linear layers of a vision tower."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that a larger rank does not learn more slowly."""
     dropout: Share = 0.0
@@ -63,5 +66,8 @@ class Lora(Section):
 
     def peft(self) -> dict[str, Any]:
         """The fields of PEFT's adapter_config.json that must agree."""
-        modules = sorted(module for target in self.targets for module in TARGETS[target])
+        modules: Any = sorted(module for target in self.targets for module in TARGETS.get(target, ()))
+        if "vision" in self.targets:  # whose modules may have the names of others
+            others = [rf"(?!.*visual\.).*\.({'|'.join(modules)})"] if modules else []
+            modules = "|".join([VISION.pattern, *others])
         return {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.use_rslora, "target_modules": modules}

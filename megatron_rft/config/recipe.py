@@ -94,6 +94,11 @@ class Recipe(s.Section):
         verification."""
         return self.rollout.placement != "colocated" and (self.rollout.staleness > 0 or self.pipo is not None)
 
+    @property
+    def vision(self) -> str:
+        """Whether a vision tower is frozen, trained, or has adapters."""
+        return "with adapters" if self.lora and "vision" in self.lora.targets else self.model.vision
+
     @model_validator(mode="before")
     @classmethod
     def _algorithm_of_this_trainer(cls, value: Any):
@@ -116,7 +121,7 @@ class Recipe(s.Section):
             why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
         if self.lora and self.model.vision == "trained":
-            raise at("model.vision", "trained does not work with lora, which trains adapters alone: leave it out")
+            raise at("model.vision", "trained does not work with lora: leave it out, or add vision to lora.targets")
         self._check_precision()
 
     def _check_environment(self, environment: environments.Base):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rft.config.lora import TARGETS, Lora
+from megatron_rft.config.lora import TARGETS, VISION, Lora
 from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.families.tables import family_of
 from megatron_rft.families.towers import TOWER, sees
@@ -39,15 +39,21 @@ def shapes(hf_config: Any, options: Lora) -> dict[str, tuple[int, int]]:
 
 
 def has_adapter(name: str, options: Lora) -> bool:
-    """Whether a tensor has an adapter. Experts and a vision tower have none."""
-    modules = tuple(f".{module}.weight" for target in options.targets for module in TARGETS[target])
-    return name.endswith(modules) and ".experts." not in name and TOWER not in name
+    """Whether a tensor has an adapter. Experts have none."""
+    if TOWER in name:
+        return "vision" in options.targets and bool(VISION.fullmatch(name.removesuffix(".weight")))
+    modules = tuple(f".{module}.weight" for target in options.targets for module in TARGETS.get(target, ()))
+    return name.endswith(modules) and ".experts." not in name
 
 
 def peft_name(name: str, hf_config: Any) -> str:
     """PEFT's name of a tensor: that of transformers' module, which a published file may call otherwise."""
     family = family_of(hf_config)
-    return PREFIX + (name.replace(family.prefix, "model.language_model.", 1) if family.tower else name)
+    if family.tower:
+        seen = name.startswith(family.tower)
+        own, theirs = (family.tower, "model.visual.") if seen else (family.prefix, "model.language_model.")
+        name = name.replace(own, theirs, 1)
+    return PREFIX + name
 
 
 def write(
@@ -60,7 +66,7 @@ def write(
         save_file(named, new, metadata={"format": "pt"})
     config = options.peft() | {"lora_dropout": options.dropout, "base_model_name_or_path": base}
     config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
-    if sees(hf_config):  # whose tower may have modules of the same names
+    if sees(hf_config) and "vision" not in options.targets:  # the tower may have modules of the same names
         config["exclude_modules"] = rf".*{re.escape(TOWER)}.*"
     write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     write_atomically(folder / BASE, json.dumps({"fingerprint": fingerprint}) + "\n")
@@ -82,7 +88,7 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
     for key, wanted in options.peft().items():
         written = config.get(key)
         written = sorted(written) if isinstance(written, list) else written
-        if written != wanted:
+        if written != wanted and not isinstance(wanted, str):  # the tensors say it
             raise DataError(f"{folder} has {key} {written}, and this recipe's `lora` means {wanted}")
     expected = shapes(hf_config, options)
     own = {peft_name(name, hf_config): name for name in expected}

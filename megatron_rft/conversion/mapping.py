@@ -83,11 +83,11 @@ class Mapping:
         if name in TOP:
             tied = self.tied and name == "output_layer.weight"
             return [TOP["embedding.word_embeddings.weight" if tied else name].replace("model.", self.prefix)]
-        if name.startswith(TOWER):
-            return [name.replace(TOWER, self.tower, 1)]
         if adapter := ADAPTER.fullmatch(name):
             end = f".lora_{adapter[2].upper()}.weight"
             return [weight.removesuffix(".weight") + end for weight in self.hf_names(f"{adapter[1]}.weight")]
+        if name.startswith(TOWER):
+            return [name.replace(TOWER, self.tower, 1)]
         number, expert, part = LAYER.fullmatch(name).groups()
         target = self.layer[f"mlp.experts.{{e}}.{part}" if expert else part]
         return hf_parts(f"{self.prefix}layers.{number}.{target}".replace("{e}", expert or ""))

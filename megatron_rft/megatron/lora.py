@@ -16,10 +16,13 @@ Tensor parallelism needs collectives of r columns instead of thousands:
     sequence parallelism         gather and reduce-scatter instead. What each rank has all of then sees only the rank's
                                  tokens: megatron-core sums its gradient as that of a norm (`sequence_parallel`)
 
+A vision tower is whole on each rank, and so are its adapters.
+
 An adapter is a submodule of its layer, which keeps its class, its parameters and their names. Transformer Engine's
 layer with a fused norm returns the normalised input too, which the adapter reads.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,9 +39,10 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_rft.config.lora import LAYERS, Lora
+from megatron_rft.config.lora import LAYERS, VISION, Lora
 from megatron_rft.conversion import Mapping, hf_shapes, partition_dim, shard
 from megatron_rft.conversion.mapping import GATE_AND_UP
+from megatron_rft.families.towers import TOWER
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.model import ValueHead
 
@@ -53,6 +57,7 @@ class Adapter(nn.Module):
         super().__init__()
         parts, (rows, columns) = int(part_of_row.max()) + 1, weight.shape
         self.name, self.scale, self.dropout = name, options.scale, options.dropout
+        self.whole = name.startswith(TOWER)
         self.column, self.sequence_parallel = name.endswith(COLUMN), sequence_parallel
         self.a = nn.Parameter(weight.new_empty(parts * options.rank, columns))
         self.b = nn.Parameter(weight.new_empty(rows, options.rank))
@@ -67,20 +72,21 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in / tp] -> [s, b, out / tp], as the layer's input and output are split."""
         low = F.linear(self.dropped(x) if self.dropout and self.training else x, self.a)  # [s, b, n r]
+        return F.linear(low if self.whole else self._over_ranks(low), self.scale * self.spread(self.b))
+
+    def _over_ranks(self, low: Tensor) -> Tensor:
         if self.column:
             gather, copy = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
-            low = (gather if self.sequence_parallel else copy)(low)
-        elif self.sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low)
-        else:
-            low = reduce_from_tensor_model_parallel_region(low)
-        return F.linear(low, self.scale * self.spread(self.b))
+            return (gather if self.sequence_parallel else copy)(low)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low)
+        return reduce_from_tensor_model_parallel_region(low)
 
     def dropped(self, x: Tensor) -> Tensor:
         """x with a share of zeros. The mask is a function of the CPU generator's state, which `Actor.backward` sets and
         recomputation restores. Tensor-parallel ranks share it where they share x, else the copies of a would differ."""
         number = int(torch.randint(1 << 40, ()))
-        if self.sequence_parallel or not self.column:
+        if not self.whole and (self.sequence_parallel or not self.column):
             number += parallel.tp_rank() << 40
         generator = torch.Generator(x.device).manual_seed(number)
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
@@ -105,15 +111,22 @@ def attach(chunks: list[GPTModel], options: Lora, hf_config: Any) -> None:
             model.output_layer.requires_grad_(True)
         if model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
-        for layer in model.decoder.layers:
-            present = dict(layer.named_modules())  # a delta net has no attention's
-            for place in (place for target in options.targets for place in LAYERS[target] if place in present):
-                linear, name = present[place], f"decoder.layers.{layer.layer_number - 1}.{place}"
-                parts = part_of_row(f"{name}.weight", Mapping(hf_config), heights).to(linear.weight.device)
-                adapter = Adapter(name, linear.weight, parts, options, model.config.sequence_parallel)
-                linear.adapter = linear.weight.adapter = adapter  # the second for `weights.stream`
-                linear.return_layernorm_output = hasattr(linear, "layer_norm_weight")
-                linear.register_forward_hook(_add)
+        for name, linear in [*_layers(model, options)]:
+            parts = part_of_row(f"{name}.weight", Mapping(hf_config), heights).to(linear.weight.device)
+            adapter = Adapter(name, linear.weight, parts, options, model.config.sequence_parallel)
+            linear.adapter = linear.weight.adapter = adapter  # the second for `weights.stream`
+            linear.return_layernorm_output = hasattr(linear, "layer_norm_weight")
+            linear.register_forward_hook(_add)
+
+
+def _layers(model: GPTModel, options: Lora) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (canonical name, layer) of what gets adapters."""
+    for layer in model.decoder.layers:
+        present = dict(layer.named_modules())  # a delta net has no attention's
+        for place in (place for target in options.targets for place in LAYERS[target] if place in present):
+            yield f"decoder.layers.{layer.layer_number - 1}.{place}", present[place]
+    if "vision" in options.targets:
+        yield from ((name, module) for name, module in model.named_modules() if VISION.fullmatch(name))
 
 
 def part_of_row(name: str, mapping: Mapping, heights: dict[str, int]) -> Tensor:
@@ -128,8 +141,10 @@ def _with_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _add(layer: nn.Module, inputs: tuple, output: tuple) -> tuple:
+def _add(layer: nn.Module, inputs: tuple, output: Any) -> Any:
     """The layer's output with the adapter's."""
+    if torch.is_tensor(output):  # of a vision tower
+        return output + layer.adapter(inputs[0])
     (out, bias), x = output, inputs[0]
     if isinstance(out, tuple):  # a fused norm: the output, and the normalised input
         out, x = out

@@ -65,7 +65,8 @@ class SeeingModel(GPTModel):
     def _embed(self, ids: Tensor, seen: Seen | None) -> Tensor:
         """[T, 1, H], or this rank's part of T with sequence parallelism: embeddings, and features of images."""
         words = self.embedding(input_ids=ids, position_ids=None)
-        trains = self.training and torch.is_grad_enabled() and self.visual.patch_embed.proj.weight.requires_grad
+        trained = any(each.requires_grad for each in self.visual.parameters())
+        trains = trained and self.training and torch.is_grad_enabled()
         if seen is None and not trains:
             return words
         pixels, grids = self._blank() if seen is None else (seen.pixels, seen.grids)

@@ -142,7 +142,7 @@ def _memory_lines(
     if UNEVEN & set(recipe.megatron.extra):
         return ["memory: not computed for pipeline stages of unequal size"]
     plan = memory.MemoryPlan(recipe, shape, layout, gpu_gib and gpu_gib * memory.GIB)
-    lines = ([shape.tower.line(recipe.data, recipe.model.vision)] if shape.tower else []) + memory.lines(plan)
+    lines = ([shape.tower.line(recipe.data, recipe.vision)] if shape.tower else []) + memory.lines(plan)
     if not gpu_gib and device.torch_is_cpu_build():
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0

@@ -32,16 +32,20 @@ def _check_model(options: Lora, s: ModelShape) -> None:
             "lora.targets: adapters of experts are not supported, because megatron-core multiplies all experts of a "
             "rank in one grouped product: set it to [attention]"
         )
+    tower = s.tower.linear if s.tower and "vision" in options.targets else {}
+    if not tower and "vision" in options.targets:
+        raise ConfigError("lora.targets: vision matches nothing, this model has no vision tower")
     every = {part.name: part for layer in s.parts for part in layer}
     for target in options.targets:
         if missing := [name for name in LAYERS[target] if f"{name}.weight" not in every]:
             raise ConfigError(f"lora.targets: {target} matches nothing, the layers of this model have no {missing[0]}")
-    smallest, name = min(
+    sizes = [(min(shape), name) for name, shape in tower.items()] + [
         (size, hf_name)
         for part in adapted(tuple(every.values()), options)
         for hf_name in part.hf_names
         for size in (part.shape[0] // len(part.hf_names) if len(part.hf_names) < 3 else s.kv, part.shape[1])
-    )
+    ]
+    smallest, name = min(sizes)
     if options.rank > smallest:
         name = name.removesuffix(".weight").rpartition(".")[2]
         raise ConfigError(
@@ -63,6 +67,8 @@ def adapter_chunks(
     chunks = [[each for parts in layers for each in _layer(parts, options, layout.tp)] for _, layers in stages]
     if value_head and stage == layout.pp - 1:
         chunks[-1].append(Parameter(s.hidden))
+    if s.tower and stage == 0 and "vision" in options.targets:
+        chunks[0] += [Parameter(size * options.rank) for shape in s.tower.linear.values() for size in shape[::-1]]
     return chunks
 
 

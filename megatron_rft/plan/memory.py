@@ -202,7 +202,7 @@ def update_memory(
     if recipe.data.image_field and s.tower and stage == 0:
         prompt, longest = recipe.data.max_prompt_tokens, recipe.longest_generation
         shown = max(1, batching.micro_batch_tokens // longest) * math.prod(s.tower.grid(recipe.data, prompt))
-        tower = element * s.tower.activations(shown, recipe.model.vision == "trained")
+        tower = element * s.tower.activations(shown, recipe.vision)
     return state, round(tower) + activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 

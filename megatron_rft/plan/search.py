@@ -92,10 +92,8 @@ class Search:
         alone = machine.passes(tokens, batching.tokens_without_backward, length, False)
         total += alone * looks
         if r.data.image_field and (tower := self.s.tower):
-            patches, trains = math.prod(tower.grid(r.data, r.data.max_prompt_tokens)), r.model.vision == "trained"
-            passes = (
-                tower.flops(patches, trains) * (epochs + (r.pipo is not None)) + tower.flops(patches, False) * looks
-            )
+            patches = math.prod(tower.grid(r.data, r.data.max_prompt_tokens))
+            passes = tower.flops(patches, r.vision) * (epochs + (r.pipo is not None)) + tower.flops(patches) * looks
             shown = sequences / (r.rollout.group_size if online else 1) / machine.layout.dp
             total += Bounds(machine.products(passes * shown), 0)
         return total * (2 if r.critic else 1)

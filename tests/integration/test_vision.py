@@ -10,8 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
+from megatron_rft.commands.main import main
 from megatron_rft.plan.vllm import unusable
 from tests.fork_server import ENVIRONMENT
 from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
@@ -138,6 +141,7 @@ def start(made):
 
 BESIDE = {  # options, and a metric of each step that shows their effect
     "lora": (["lora={rank: 4}", "model.vision=frozen"], "policy/grad_norm"),
+    "tower": (["lora={rank: 4, targets: [attention, vision]}", "model.vision=frozen"], "policy/grad_norm"),
     "critic": (["algorithm={name: ppo}", "critic={lr: 1e-3}"], "value/grad_norm"),
     "teacher": (["distil={teacher: START}"], "policy/distillation"),
     "static": (["constraint={kind: static, eta: 0.1}"], "policy/kl_penalty"),
@@ -178,6 +182,44 @@ def test_what_goes_with_images(made, start, tmp_path, name):
         assert min(albums) > "000000" and max(albums) == "000003", "those that no checkpoint needs are gone"
 
 
+@torch.no_grad()
+def test_adapters_of_the_tower_are_converted_and_peft_computes_with_them(made, start, tmp_path):
+    """Killed in a step the run goes on with the same bits; a next one starts from its adapters."""
+    out, adapters = tmp_path / "run", "lora={rank: 4, alpha: 8, targets: [attention, mlp, vision]}"
+    given = [
+        f"model.path={start}",
+        "model.initialise=pretrained",
+        "model.vision=frozen",
+        "checkpoint.every=1",
+        adapters,
+    ]
+    process = start_run(EXAMPLE / "grpo.yaml", *options(made, out, *given))
+    assert wait_until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    kill(process)
+    process.communicate()
+    for folder, more in ((out, []), (tmp_path / "whole", []), (tmp_path / "next", [f"lora.path={out}/adapters"])):
+        status, output = train(EXAMPLE / "grpo.yaml", *options(made, folder, *given, *more))
+        assert status == 0, output[-3000:]
+        assert max(line["mismatch/kl"] for line in metrics(folder)[1:]) < 1e-9
+    killed, whole = weights(out), weights(tmp_path / "whole")
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    for to, folder in (([], "merged"), (["--to", "peft"], "peft")):
+        assert main(["convert", str(out), str(tmp_path / folder), *to]) == 0
+    mine, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "peft", out / "adapters"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs) and any("visual" in name for name in mine)
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.allclose(merged[name], killed[name], atol=1e-6) for name in killed)
+    model = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 4, 6, 7]])
+    grid = torch.tensor([[1, 4, 4]])
+    pixels = torch.randn(16, 6 * model.config.vision_config.patch_size**2, generator=torch.Generator().manual_seed(0))
+    seen = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == ids[0, 1]).int()}
+    plain = model(ids, **seen).logits
+    found = PeftModel.from_pretrained(model, tmp_path / "peft")(ids, **seen).logits
+    export = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids, **seen).logits
+    assert (found - export).abs().max() < 1e-5 < 1e-3 < (found - plain).abs().max()
+
+
 def qwen3_vl(made, folder):
     """Write the configuration of a Qwen3-VL of the size of the example's model, with its other files."""
     shutil.copytree(made / "model", folder)
@@ -201,6 +243,7 @@ def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
     given = ["run.steps=3", "data.limit=4", "checkpoint.every=0"]
     given += ["rollout.engine=vllm", f"rollout.placement={placement}", "faults.compare_weights_every=1"]
     if family == "qwen3_vl":
+        given += ["lora={rank: 4, targets: [vision]}", "model.vision=frozen"] if placement == "server" else []
         qwen3_vl(made, tmp_path / "model")
         given.append(f"model.path={tmp_path}/model")
     status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", *given))

@@ -31,6 +31,8 @@ LOGPROBS = frozenset({"logprobs"})
 ATTENTION = Lora(rank=4, alpha=8.0, targets=["attention"])
 OPTIONS = {
     **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5", *SEEING)},
+    "qwen2_5_vl vision": Lora(rank=3, alpha=6.0, targets=["attention", "vision"]),
+    "qwen3_vl vision": Lora(rank=4, alpha=2.0, targets=["vision"]),
     **{family: ATTENTION for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
     "qwen3": Lora(rank=4, alpha=8.0),
     "qwen2": Lora(rank=4, alpha=8.0, use_rslora=True),
@@ -46,6 +48,8 @@ CASES = {  # world size -> family -> layouts
         **{family: ["", "padded=1,shared=0"] for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
         **{family: [""] for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
         **{family: ["", "recompute=1"] for family in SEEING},
+        "qwen2_5_vl vision": ["budget=40"],
+        "qwen3_vl vision": ["recompute=2"],
     },
     2: {
         "qwen3": ["dp=2", "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2,budget=60", "cp=2", "tp=2,sp=1,recompute=1"],
@@ -53,6 +57,8 @@ CASES = {  # world size -> family -> layouts
         "llama": ["tp=2"],
         "qwen3_moe": ["tp=2,sp=1"],
         **{family: ["tp=2,sp=1"] for family in ("gemma3_text", "olmo3", "qwen3_5", "glm4_moe", *SEEING)},
+        "qwen2_5_vl vision": ["tp=2,sp=1", "pp=2,vpp=2"],
+        "qwen3_vl vision": ["tp=2", "cp=2", "dp=2,budget=40"],
     },
     4: {"qwen3": ["tp=2,pp=2,vpp=2,sp=1,budget=60", "tp=2,cp=2,sp=1", "tp=2,dp=2,sp=1"]},
 }
@@ -84,8 +90,8 @@ def of_peft(hf_config, path: Path, options: Lora, given: dict, batch: Batch) -> 
     model = transformers_class(hf_config).from_pretrained(path, dtype=torch.float64)
     model.config._experts_implementation = "eager"  # the grouped product has no float64
     kinds = options.peft()
-    modules = kinds.pop("target_modules")
-    model = get_peft_model(model, LoraConfig(**kinds, target_modules=modules, exclude_modules=r".*visual\..*"))
+    leave_out = {} if "vision" in options.targets else {"exclude_modules": r".*visual\..*"}
+    model = get_peft_model(model, LoraConfig(**kinds, **leave_out))
     own = {lora.peft_name(name, hf_config): name for name in given}
     named = {own[n.replace(".default", "")]: p for n, p in model.named_parameters() if "lora_" in n}
     assert named.keys() == given.keys(), named.keys() ^ given.keys()
@@ -103,7 +109,8 @@ def of_peft(hf_config, path: Path, options: Lora, given: dict, batch: Batch) -> 
         logprobs = logits.log_softmax(-1)
         own = logprobs.gather(-1, response[None, :, None])[0, ~torch.isin(response, shown)]
         loss = -own.sum() / (~torch.isin(batch.response_ids, shown)).sum()
-        loss.backward()
+        if loss.requires_grad:  # a tower's adapters have no gradient of text
+            loss.backward()
         total += loss.item()
     return total, {name: parameter.grad.float() for name, parameter in named.items()}
 
@@ -184,7 +191,7 @@ def main() -> None:
     logging.disable_progress_bar()
     parallel.initialize(section())
     for family, cases in CASES[dist.get_world_size()].items():
-        hf_config, options, path = (FAMILIES | NEW)[family], OPTIONS[family], Path(sys.argv[1]) / family
+        hf_config, options, path = (FAMILIES | NEW)[family.split()[0]], OPTIONS[family], Path(sys.argv[1]) / family
         write_folder(path, hf_config)
         batch, given = mini_batch(hf_config), values(hf_config, options)
         wanted_loss, wanted = of_peft(hf_config, path, options, given, batch)

@@ -111,6 +111,8 @@ def main():
             compare(root / f"{family}_{tied}", family, hf_config, "tied" if tied else "untied", {})
     for family, hf_config in SEEING.items():
         compare(root / family, family, hf_config, "trained tower", {"vision": "trained"})
+        adapters = {"rank": 3, "targets": ["mlp", "vision"]}
+        compare(root / family, family, hf_config, "adapters of the tower", {"lora": adapters})
     parallel.shutdown()
 
 

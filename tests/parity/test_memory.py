@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.parity.launch import run_ranks
 
 CASES = 2 * 2 * 5 * 5 + 2 * 5  # families x tied or not x layouts x options, and those of experts
-CASES += 2 * 5 * 3  # with a trained tower: families, layouts, options
+CASES += 2 * 5 * 3 * 2  # families, layouts, options, and a trained tower or adapters of it
 
 
 def test_announced_bytes_are_those_of_a_built_actor(tmp_path):

@@ -162,31 +162,36 @@ def test_the_axis_of_each_frequency(family, axes):
     assert vision.rotary_axes(SEEING[family]).tolist() == axes
 
 
-@pytest.mark.parametrize("vision_", ["frozen", "trained"])
+@pytest.mark.parametrize("vision_", ["frozen", "trained", "adapters"])
 @pytest.mark.parametrize("family", SEEING)
 def test_the_plan_counts_the_tower(ranks, tmp_path, family, vision_):
     """Bytes of weights and gradients, beside those of a model that is built."""
     config = SEEING[family]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: m, vision: {vision_}, precision: fp32}}\n"
+        f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: m, precision: fp32}}\n"
         "data: {train: examples/quickstart/arithmetic.py:rows}\noptimizer: {use_distributed_optimizer: false}\n"
     )
-    actor = Actor(config, Megatron(), Batching(), "fp32", optimizer={"lr": 1.0}, trains_tower=vision_ == "trained")
-    found = state_of(load(recipe), ModelShape(whole_config(config).to_dict()), Layout(1, 1, 1, 1, 1, 1), 0)
+    option = "lora={rank: 4, targets: [vision]}" if vision_ == "adapters" else f"model.vision={vision_}"
+    given = load(recipe, [option])
+    kinds = {"trains_tower": vision_ == "trained", "lora": given.lora}
+    actor = Actor(config, Megatron(), Batching(), "fp32", optimizer={"lr": 1.0}, **kinds)
+    found = state_of(given, ModelShape(whole_config(config).to_dict()), Layout(1, 1, 1, 1, 1, 1), 0)
     assert found.weights == sum(tensor.nbytes for tensor in actor.tensors(frozen=True))
     trained = [tensor for tensor in actor.tensors(frozen=True) if tensor.requires_grad]
     assert found.gradients == sum(tensor.nbytes for tensor in trained)
     assert any(tensor is actor.models[0].visual.patch_embed.proj.weight for tensor in trained) == (vision_ == "trained")
 
 
+@pytest.mark.parametrize("targets", [["attention", "mlp"], ["vision"], ["attention", "vision"]])
 @pytest.mark.parametrize("family", SEEING)
-def test_a_folder_of_adapters_has_transformers_names_and_none_of_the_tower(tmp_path, family):
-    config, options = SEEING[family], Lora(rank=2)
+def test_a_folder_of_adapters_has_transformers_names(tmp_path, family, targets):
+    config, options = SEEING[family], Lora(rank=2, targets=targets)
     given = {name: torch.randn(shape) for name, shape in lora.shapes(config, options).items()}
     lora.write(tmp_path, given.items(), options, config, "base", "print")
     stored = load_file(tmp_path / lora.TENSORS)
-    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in stored)
+    prefixes = {name.removeprefix("base_model.model.model.").partition(".")[0] for name in stored}
+    assert prefixes == {"visual" if target == "vision" else "language_model" for target in targets}
     read = lora.read(tmp_path, options, config, "print")
     assert len(stored) == len(given) and all(torch.equal(read(name), tensor) for name, tensor in given.items())
     with torch.device("meta"):

@@ -48,6 +48,7 @@ def test_how_many_times_fewer_bytes_adapters_alone_are(config, times):
         ({}, "lora.rank=5", "lora.rank: 5 is above the smallest dimension of an adapted matrix, 4 of k_proj"),
         ({}, "lora.targets=[query]", "lora.targets"),
         ({}, "lora.targets=[mlp,mlp]", "names a target twice"),
+        ({}, "lora.targets=[mlp,vision]", "vision matches nothing, this model has no vision tower"),
         ({}, "lora.targets=[]", "lora.targets"),
         (
             {},
