@@ -9,6 +9,7 @@ rows are in the order of the layer's weight.
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d
 ADAPTER = re.compile(r"(.+)\.adapter\.([ab])")
 
 
+@cache
 def expert_of(name: str) -> int | None:
     """The number of the expert that a parameter belongs to."""
     in_layer = LAYER.fullmatch(name)
@@ -77,8 +79,9 @@ class Mapping:
         self.head_dim = head_dim(hf_config)
         self.gated = family.gated
         self.key_heads, self.delta = delta_rows(hf_config)
+        self.hf_names = cache(self._hf_names)
 
-    def hf_names(self, name: str) -> list[str]:
+    def _hf_names(self, name: str) -> list[str]:
         """Return the names of the HF tensors that form a parameter, in the order that `merge` expects."""
         if name in TOP:
             tied = self.tied and name == "output_layer.weight"

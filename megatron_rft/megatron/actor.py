@@ -101,6 +101,7 @@ class Actor:
             hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
         )
         self.images: Images | None = None
+        self.streams: dict[tuple, weights.Stream] = {}
         self.lora = lora
         if lora is not None:
             attach(self.models, lora, hf_config)
@@ -165,7 +166,9 @@ class Actor:
         """Yield (HF name, full tensor) of every parameter in a fixed order, merged with its adapter (in `dtype`, if
         that is wider than the weight's), or of the adapters alone. Collective: every rank must exhaust it."""
         self.finish_param_gather()
-        return weights.stream(self.models, self.mapping, adapters, dtype)
+        if (adapters, dtype) not in self.streams:
+            self.streams[adapters, dtype] = weights.Stream(self.models, self.mapping, adapters, dtype)
+        return iter(self.streams[adapters, dtype])
 
     def snapshot(self, frozen: bool = False) -> list[Tensor]:
         """Copy this rank's trained weights, or with `frozen` all of them, to host memory (pinned if there is a GPU),

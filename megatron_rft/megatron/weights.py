@@ -1,7 +1,7 @@
 """Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
 layout.
 
-`stream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function from
+`Stream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function from
 an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,32 +55,49 @@ def load(chunks: list[GPTModel], lookup: Lookup, mapping: Mapping, adapters: boo
             parameter.copy_(part)
 
 
-def stream(
-    chunks: list[GPTModel],
-    mapping: Mapping,
-    adapters: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
+class Part(NamedTuple):
+    """A parameter as a stream gathers it."""
+
+    stage: int  # pipeline rank
+    name: str
+    shape: torch.Size  # of a rank's shard
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None  # of the ranks with its shards
+    # The whole parameter and, if it is an expert's, those of the other expert-parallel ranks: its name, its HF tensors'
+    # names, and the number of an expert that is a slice of them.
+    wholes: list[tuple[str, list[str], int | None]]
+
+
+class Stream:
+    """Yields (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
     The change of a layer's adapter is added to its weight in fp32, and the sum rounded once, to `dtype` if that is
     wider than the weight's: a change can be as small as the rounding of the weight.
-    `adapters`: yield the adapters instead. Collective: every rank must exhaust it. A tensor may share the model's
-    memory: copy it to keep it after an update.
+    `adapters`: yield the adapters instead. Collective, also the constructor, which finds out what is where: every rank
+    must exhaust the stream. A tensor may share the model's memory: copy it to keep it after an update.
     """
-    mine = dict(named_tensors(chunks, adapters))
-    stacks: dict[str, dict[int, Tensor]] = {}  # of stacked experts: HF name -> slices that have been gathered
-    for stage, name, shape, kind in _list_parameters(mine, mapping.tied, dtype):
-        if stage == parallel.pp_rank():
-            part = _plain(mine[name]).to(kind).contiguous()
-        else:
-            part = torch.empty(shape, dtype=kind, device=parallel.device())
-        if parallel.pp_size() > 1:
-            dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
-        for whole_name, whole in _gather(name, part, mapping):
-            named = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
-            expert = mapping.stacked_expert(whole_name)
-            yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
+
+    def __init__(
+        self, chunks: list[GPTModel], mapping: Mapping, adapters: bool = False, dtype: torch.dtype | None = None
+    ):
+        self.mapping, self.mine = mapping, dict(named_tensors(chunks, adapters))
+        self.parts = _list_parts(self.mine, mapping, dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        mapping, stacks = self.mapping, {}  # of stacked experts: HF name -> slices that have been gathered
+        for stage, name, shape, dtype, group, wholes in self.parts:
+            if stage == parallel.pp_rank():
+                part = _plain(self.mine[name]).to(dtype).contiguous()
+            else:
+                part = torch.empty(shape, dtype=dtype, device=parallel.device())
+            if parallel.pp_size() > 1:
+                dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
+            gathered = [unshard(name, _all_gather(part, group), mapping.vocab_size)]
+            if len(wholes) > 1:
+                gathered = _all_gather(gathered[0].contiguous(), parallel.ep_group())
+            for (whole_name, hf_names, expert), whole in zip(wholes, gathered, strict=True):
+                named = zip(hf_names, mapping.split(whole_name, whole), strict=True)
+                yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
 
 
 def _stacked(
@@ -138,31 +155,25 @@ def _plain(parameter: Tensor) -> Tensor:
     return values if adapter is None else (values.float() + adapter.change().detach())
 
 
-def _list_parameters(
-    mine: dict[str, Tensor], tied: bool, merged: torch.dtype | None
-) -> list[tuple[int, str, torch.Size, torch.dtype]]:
-    """Return (pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage. `merged`:
-    the least dtype of weights with an adapter."""
+def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype | None) -> list[Part]:
+    """Return every parameter of this rank's pipeline, stage by stage. `merged`: the least dtype of weights with an
+    adapter."""
     stages: list[Any] = [None] * parallel.pp_size()
     wide = {name: torch.promote_types(p.dtype, merged) for name, p in mine.items() if merged and hasattr(p, "adapter")}
     own = [(name, p.shape, wide.get(name, p.dtype)) for name, p in mine.items()]
     dist.all_gather_object(stages, own, group=parallel.pp_group())
-    skipped = {"output_layer.weight"} if tied else set()  # a tied copy on the last stage
-    return [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
+    skipped = {"output_layer.weight"} if mapping.tied else set()  # a tied copy on the last stage
+    parts = [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
+    return [Part(*part, *_gathering(part[1], mapping)) for part in parts]
 
 
-def _gather(name: str, part: Tensor, mapping: Mapping) -> Iterator[tuple[str, Tensor]]:
-    """Gather the shards of a parameter. Yields the parameter and, for an expert, those of the other expert-parallel
-    ranks."""
+def _gathering(name: str, mapping: Mapping) -> tuple[dist.ProcessGroup | None, list[tuple]]:
+    """The `group` and the `wholes` of a parameter."""
     if expert_of(name) is None:
-        group = parallel.tp_group() if partition_dim(name) is not None else None
-        yield name, unshard(name, _all_gather(part, group), mapping.vocab_size)
-        return
-    whole = unshard(name, _all_gather(part, parallel.etp_group()), mapping.vocab_size)
-    layer = LAYER.fullmatch(name)[1]
-    step = mapping.experts // parallel.ep_size()
-    for rank, expert in enumerate(_all_gather(whole.contiguous(), parallel.ep_group())):
-        yield _renumbered(name, layer, (rank - parallel.ep_rank()) * step), expert
+        return parallel.tp_group() if partition_dim(name) is not None else None, [(name, mapping.hf_names(name), None)]
+    layer, step = LAYER.fullmatch(name)[1], mapping.experts // parallel.ep_size()
+    names = [_renumbered(name, layer, (rank - parallel.ep_rank()) * step) for rank in range(parallel.ep_size())]
+    return parallel.etp_group(), [(each, mapping.hf_names(each), mapping.stacked_expert(each)) for each in names]
 
 
 def _all_gather(part: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -216,19 +227,19 @@ def open_folder(path: str | Path, hf_config: Any) -> Lookup:
 
 
 def save_folder(
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     path: str | Path,
     hf_config: Any,
     tokenizer_folder: str | Path | None = None,
     beside: dict[str, str] | None = None,
 ) -> None:
-    """Write a `stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
+    """Write a `Stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
     writes; all ranks return together.
 
     Raises:
         RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
     """
-    full = [False]
+    tensors, full = iter(tensors), [False]
     if parallel.rank() == 0:
         writer = FolderWriter(path)
         try:
