@@ -228,8 +228,10 @@ class Batch:
     def by_segment(self) -> tuple["Batch", Tensor]:
         """What the model reads: the ids of prompts and responses, each segment as a sequence of its own, and [R'] the
         places of their response tokens in R. There the prompts of later segments are no response tokens."""
-        if self.segment_of is None:
-            return self, torch.arange(len(self.response_ids))
+        return (self, torch.arange(len(self.response_ids))) if self.segment_of is None else self._by_segment()
+
+    def _by_segment(self) -> tuple["Batch", Tensor]:
+        assert self.segment_of is not None
         counts = self.segment_counts
         first = counts.cumsum(0) - counts
         segment = first[self.sequence_ids] + self.segment_of.abs()
@@ -342,6 +344,10 @@ class Batch:
 
 def concatenate(batches: list[Batch]) -> Batch:
     """One batch of all sequences, in order. All batches must have the same named values; `scalars` are summed."""
+    return _concatenated(batches) if len(batches) > 1 else batches[0]
+
+
+def _concatenated(batches: list[Batch]) -> Batch:
     first = batches[0]
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)

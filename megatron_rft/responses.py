@@ -97,8 +97,9 @@ class Response:
         """The episode as one sequence: its turns in the order in which they were sampled, each behind the tokens that
         its segment has before it, which in later segments begin with the prompt. Segments have numbers in the order of
         their first turns; `prompt_ids` are those of segment 0. An episode without segments is returned as it is."""
-        if not self.segments:
-            return self
+        return self._joined() if self.segments else self
+
+    def _joined(self) -> "Response":
         parts = [part._opened(number) for number, part in enumerate(_by_first_turn((*self.segments, self)))]
         pieces = sorted(piece for number, part in enumerate(parts) for piece in part._pieces(number))
         assert len({when for when, *_ in pieces}) == len(pieces), "two turns have one number"

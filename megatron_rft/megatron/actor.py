@@ -101,7 +101,7 @@ class Actor:
             hf_config, megatron, precision, value_head=value_head, trains_tower=trains_tower and optimizer is not None
         )
         self.images: Images | None = None
-        self.streams: dict[tuple, weights.Stream] = {}
+        self.streams: dict[tuple, weights.WeightStream] = {}
         self.lora = lora
         if lora is not None:
             attach(self.models, lora, hf_config)
@@ -167,7 +167,7 @@ class Actor:
         that is wider than the weight's), or of the adapters alone. Collective: every rank must exhaust it."""
         self.finish_param_gather()
         if (adapters, dtype) not in self.streams:
-            self.streams[adapters, dtype] = weights.Stream(self.models, self.mapping, adapters, dtype)
+            self.streams[adapters, dtype] = weights.WeightStream(self.models, self.mapping, adapters, dtype)
         return iter(self.streams[adapters, dtype])
 
     def snapshot(self, frozen: bool = False) -> list[Tensor]:
@@ -452,12 +452,18 @@ class Actor:
         if names <= ALONE:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
+        return self._compared(rows, micro, names, second, options)
+
+    def _compared(
+        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None, options: dict[str, Any]
+    ) -> dict[str, Tensor]:
         assert second is not None, f"{sorted(names - ALONE)} compare with a second distribution"
         numbers = micro.batch.tokens["number"][micro.kept]
         if second.parts:
             return self._by_part(rows, micro, names, [(part, part.of(numbers)) for part in second.parts])
         other = send(second.rows(numbers), self.device)
         options |= {"extrapolation": second.extrapolation, "mixture": second.mixture}
+        weight, targets = models.output_weight(self.models[-1]), send(micro.targets, self.device)
         return compare(rows, weight, other, second.output_weight, targets, names=names, **options)
 
     def _by_part(

@@ -114,7 +114,7 @@ def attach(chunks: list[GPTModel], options: Lora, hf_config: Any) -> None:
         for name, linear in [*_layers(model, options)]:
             parts = part_of_row(f"{name}.weight", Mapping(hf_config), heights).to(linear.weight.device)
             adapter = Adapter(name, linear.weight, parts, options, model.config.sequence_parallel)
-            linear.adapter = linear.weight.adapter = adapter  # the second for `weights.Stream`
+            linear.adapter = linear.weight.adapter = adapter  # the second for `weights.WeightStream`
             linear.return_layernorm_output = hasattr(linear, "layer_norm_weight")
             linear.register_forward_hook(_add)
 

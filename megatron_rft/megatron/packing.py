@@ -155,8 +155,10 @@ def _masks(batch: Batch) -> set[str]:
 def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the positions of concatenated sequences on one context-parallel rank: each sequence is split into 2 cp
     equal chunks, and the rank has chunks `cp_rank` and `2 cp - 1 - cp_rank` (megatron-core's load-balanced layout)."""
-    if cp_size == 1:
-        return torch.arange(int(lengths.sum()))
+    return torch.arange(int(lengths.sum())) if cp_size == 1 else _in_chunks(lengths, cp_size, cp_rank)
+
+
+def _in_chunks(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     assert not (lengths % (2 * cp_size)).any(), f"{lengths.tolist()} tokens over {cp_size} context-parallel ranks"
     parts = []
     for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
@@ -199,7 +201,7 @@ def pack(
     if placed is not None:
         packed = replace(packed, position_ids=send(placed.positions, device), seen=placed.seen(order, device))
     uses = None if routes is None else send(cells.uses()[order], device)
-    table = cells.routes(_by_segment(routes or (), batch, inside))
+    table = cells.routes(_by_segment(routes, batch, inside)) if routes else None
     table = None if table is None else send(table[order], device)
     return _written(MicroBatch(batch, send(tokens[held], device), packed, send(rows[kept], device), kept, uses, table))
 
@@ -210,7 +212,7 @@ def _by_segment(routes: Sequence[Tensor | None], batch: Batch, inside: Batch) ->
         return routes
     parts = iter((inside.prompt_lens + fed_lens(inside)).tolist())
     lens = [[next(parts) for _ in range(count)] for count in batch.segment_counts.tolist()]
-    split = ([None] * len(own) if r is None else r.split(own) for r, own in zip(routes, lens, strict=bool(routes)))
+    split = ([None] * len(own) if r is None else r.split(own) for r, own in zip(routes, lens, strict=True))
     return [part for own in split for part in own]
 
 

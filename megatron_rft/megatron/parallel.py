@@ -69,18 +69,24 @@ def _counted(method: Callable, operation: str) -> Callable:
         if operation in ("send", "recv"):  # of tensors, the other rank, and a tag
             ends = (group.rank(), args[1]) if operation == "send" else (args[1], group.rank())
             key = f"{key}:{ends[0]}>{ends[1]}"
-        if not here.knows(key) and (ranks := _ranks(group)):
-            label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
-            name = f"{key} {label}".strip()
-            if ends:
-                ranks = [ranks[end] for end in ends]
-                name = f"{group.group_name} from {ranks[0]} to {ranks[1]}"
-            here.add_group(key, name, shortened(ranks))
+        if not here.knows(key):
+            _add_group(group, key, ends)
         if here.knows(key):
             here.collective(key, operation)
         return method(group, *args, **kwargs)
 
     return call
+
+
+def _add_group(group: dist.ProcessGroup, key: str, ends: tuple[int, ...]) -> None:
+    if not (ranks := _ranks(group)):
+        return
+    label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
+    name = f"{key} {label}".strip()
+    if ends:
+        ranks = [ranks[end] for end in ends]
+        name = f"{group.group_name} from {ranks[0]} to {ranks[1]}"
+    here.add_group(key, name, shortened(ranks))
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:

@@ -73,7 +73,8 @@ class Blocks:
         """Return [N, columns] fp32 logits, which the caller may overwrite."""
         nothing = self.hidden.new_zeros(())
         product = torch.addmm(nothing, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale)
-        logits = self._without_never(product.to(self.dtype), rows)
+        logits = product.to(self.dtype)
+        logits = self._without_never(logits, rows) if self.never else logits
         return self._truncate(logits, rows) if self.truncated else logits
 
     def logprobs(self, rows: slice, normalizer: Tensor) -> Tensor:
@@ -250,14 +251,17 @@ def logprobs_and_entropy(
         if grad_entropy is None:
             return -grad_logprobs, partial(blocks.probs_minus_target, normalizer)
         grads = torch.zeros_like(normalizer) if grad_logprobs is None else grad_logprobs
-
-        def of_both(rows: slice) -> Tensor:
-            block = blocks.logprobs(rows, normalizer)
-            column, inside = blocks.target_columns(rows)
-            probs = block.exp()
-            block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grads.unsqueeze(1))
-            return block.mul_(probs).scatter_add_(1, column, -inside * grads.unsqueeze(1))
-
-        return -torch.ones_like(normalizer), of_both
+        return -torch.ones_like(normalizer), partial(_of_both, blocks, normalizer, entropy, grad_entropy, grads)
 
     return Differentiable.apply(hidden, weight, blocks, logits_gradient, sums.logprobs, entropy)
+
+
+def _of_both(
+    blocks: Blocks, normalizer: Tensor, entropy: Tensor, grad_entropy: Tensor, grad_logprobs: Tensor, rows: slice
+) -> Tensor:
+    """[N, columns] of the logits' gradient, times -1."""
+    block = blocks.logprobs(rows, normalizer)
+    column, inside = blocks.target_columns(rows)
+    probs = block.exp()
+    block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_logprobs.unsqueeze(1))
+    return block.mul_(probs).scatter_add_(1, column, -inside * grad_logprobs.unsqueeze(1))

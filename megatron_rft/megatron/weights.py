@@ -1,8 +1,8 @@
 """Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
 layout.
 
-`Stream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function from
-an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
+`WeightStream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function
+from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def load(chunks: list[GPTModel], lookup: Lookup, mapping: Mapping, adapters: boo
             parameter.copy_(part)
 
 
-class Part(NamedTuple):
+class Outgoing(NamedTuple):
     """A parameter as a stream gathers it."""
 
     stage: int  # pipeline rank
@@ -68,7 +68,7 @@ class Part(NamedTuple):
     wholes: list[tuple[str, list[str], int | None]]
 
 
-class Stream:
+class WeightStream:
     """Yields (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
     The change of a layer's adapter is added to its weight in fp32, and the sum rounded once, to `dtype` if that is
@@ -155,7 +155,7 @@ def _plain(parameter: Tensor) -> Tensor:
     return values if adapter is None else (values.float() + adapter.change().detach())
 
 
-def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype | None) -> list[Part]:
+def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype | None) -> list[Outgoing]:
     """Return every parameter of this rank's pipeline, stage by stage. `merged`: the least dtype of weights with an
     adapter."""
     stages: list[Any] = [None] * parallel.pp_size()
@@ -164,7 +164,7 @@ def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype |
     dist.all_gather_object(stages, own, group=parallel.pp_group())
     skipped = {"output_layer.weight"} if mapping.tied else set()  # a tied copy on the last stage
     parts = [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
-    return [Part(*part, *_gathering(part[1], mapping)) for part in parts]
+    return [Outgoing(*part, *_gathering(part[1], mapping)) for part in parts]
 
 
 def _gathering(name: str, mapping: Mapping) -> tuple[dist.ProcessGroup | None, list[tuple]]:
@@ -233,7 +233,7 @@ def save_folder(
     tokenizer_folder: str | Path | None = None,
     beside: dict[str, str] | None = None,
 ) -> None:
-    """Write a `Stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
+    """Write a `WeightStream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
     writes; all ranks return together.
 
     Raises:

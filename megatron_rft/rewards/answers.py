@@ -80,10 +80,12 @@ def _kind(text: str) -> str:
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
     """Where the last box begins, and what it and the boxes of its list hold; None for a box that is left open."""
-    found = [(match.start(), *_content(text, match)) for match in list(BOX.finditer(text))[-20:]]
+    boxes = list(BOX.finditer(text))[-20:]
+    return _last_list(text, [(match.start(), *_content(text, match)) for match in boxes]) if boxes else None
+
+
+def _last_list(text: str, found: list[tuple[int, str | None, int]]) -> tuple[int, str | None]:
     found = [each for k, each in enumerate(found) if not (k and each[0] < found[k - 1][2])]
-    if not found:
-        return None
     place, content, _ = found[-1]
     if content is None:
         return place, None

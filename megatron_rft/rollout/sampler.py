@@ -347,6 +347,10 @@ def masks(responses: list[Response]) -> dict[str, Tensor]:
     ends = torch.tensor([len(response.token_ids) for response in responses]).cumsum(0).tolist()
     if not any(response.turns for response in responses):
         return {"response_mask": torch.ones(ends[-1] if ends else 0)}
+    return _of_turns(responses, ends)
+
+
+def _of_turns(responses: list[Response], ends: list[int]) -> dict[str, Tensor]:
     mask, rewards = torch.zeros(ends[-1]), torch.zeros(ends[-1])
     for response, end in zip(responses, ends, strict=True):
         start = end - len(response.token_ids)

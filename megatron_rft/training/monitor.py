@@ -181,7 +181,7 @@ class Monitor:
         means = {name: sum(values) / len(values) for name, values in self.values.items()}
         self.values.clear()
         metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.skipped[1]} | phases.take()
-        metrics |= self.throughput.take(metrics) | load_metrics(loads)
+        metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
         alarms = [alarm.check(metrics, step) for alarm in self.alarms]
         return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
@@ -197,14 +197,16 @@ class NonFiniteGuard:
         if not metrics["skipped"]:
             self.skipped = 0, self.skipped[1]
             return
-        in_a_row, _ = self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
-        if in_a_row <= self.bound:
-            return
+        self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
+        if self.skipped[0] > self.bound:
+            self._fail(metrics, batch, step)
+
+    def _fail(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
         path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
         if dist.get_rank() == 0:
             save_file(batch.state_dict(), path)
         raise RunFailed(
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {in_a_row} "
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.skipped[0]} "
             f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
             "checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
         )

@@ -191,8 +191,9 @@ class TrainingRun:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics, if this step has an evaluation."""
-        if not self.evaluation_due(step):
-            return {}
+        return self._validate(step) if self.evaluation_due(step) else {}
+
+    def _validate(self, step: int) -> dict[str, float]:
         with self.phases("evaluation"):
             summary = self._evaluated("validation", step)
         if self.best:

@@ -68,7 +68,7 @@ def case(hf_config, layout, folder, expected):
     found = dist_checkpointing.load(sharded(chunks), str(written))
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(found[f"model{i}"])
-    loaded = different(weights.Stream(chunks, Mapping(hf_config)), expected)
+    loaded = different(weights.WeightStream(chunks, Mapping(hf_config)), expected)
     saved = fresh(folder / "saved")
     dist_checkpointing.save(sharded(chunks), str(saved))
     source = MegatronFolder(saved, hf_config)

@@ -187,7 +187,7 @@ def difference(found, expected):
 def export_differences(chunks, hf_config, folder):
     """HF names that are missing, repeated or not bit-identical in the stream."""
     wrong, seen = [], set()
-    for name, tensor in weights.Stream(chunks, Mapping(hf_config)):
+    for name, tensor in weights.WeightStream(chunks, Mapping(hf_config)):
         wrong += [name] if name in seen or not torch.equal(tensor.cpu(), folder(name)) else []
         seen.add(name)
     return wrong + sorted(set(hf_shapes(hf_config)) ^ seen)
@@ -217,7 +217,7 @@ def policy(family, name, layout, path, ids, logits):
     worst, wrong = difference(found, logits), export_differences(chunks, hf_config, folder)
     if layout == list(LAYOUTS[world].values())[0]:
         out = path.with_name(f"{family}-out")
-        weights.save_folder(weights.Stream(chunks, Mapping(hf_config)), out, hf_config)
+        weights.save_folder(weights.WeightStream(chunks, Mapping(hf_config)), out, hf_config)
         wrong += [] if reloads(out, hf_config, folder) else ["transformers reads another model"]
     report(family, name, worst, wrong)
 
@@ -230,7 +230,7 @@ def critic(family, name, layout, path, ids, hidden):
     chunks = models.build(hf_config, section(**layout), "fp32", value_head=True)
     weights.load(chunks, lambda name: score if name == "score.weight" else folder(name), Mapping(hf_config))
     found = run(chunks, list(inputs(*ids)), lambda values, _: values)
-    exported = {name: tensor.clone().cpu() for name, tensor in weights.Stream(chunks, Mapping(hf_config))}
+    exported = {name: tensor.clone().cpu() for name, tensor in weights.WeightStream(chunks, Mapping(hf_config))}
     expected = set(hf_shapes(hf_config)) - {"lm_head.weight"} | {"score.weight"}
     wrong = sorted(set(exported) ^ expected) + (
         [] if torch.equal(exported["score.weight"], score) else ["score.weight"]

@@ -130,8 +130,10 @@ def case(placement, family, tied, root, syncs):
         for sync in range(syncs):
             version = place * syncs + sync
             weights.load(chunks, lookup(hf_config, version), Mapping(hf_config))
-            weight_sync.send(weights.Stream(chunks, Mapping(hf_config)), engine, version, verify=sync == 0 or together)
-            weights.save_folder(weights.Stream(chunks, Mapping(hf_config)), root / "export", hf_config)
+            weight_sync.send(
+                weights.WeightStream(chunks, Mapping(hf_config)), engine, version, verify=sync == 0 or together
+            )
+            weights.save_folder(weights.WeightStream(chunks, Mapping(hf_config)), root / "export", hf_config)
             if parallel.rank() == 0:
                 exported = load_file(root / "export" / "model.safetensors")
                 assert exported.keys() == views.keys()
@@ -143,7 +145,7 @@ def case(placement, family, tied, root, syncs):
                 assert not list(engine.generate([], Sampling(1)))  # it has taken part
             dist.barrier()
     if together and family == "qwen2":
-        sent = dict(weights.Stream(chunks, Mapping(hf_config)))
+        sent = dict(weights.WeightStream(chunks, Mapping(hf_config)))
         notice_a_worker_that_differs(engine, sent)
         engine.close()
         rounded_in_parts(hf_config, model, views, sent)

@@ -71,8 +71,12 @@ def seen_by(
     with images), and by how much images change the positions behind them [L]."""
     positions, later = (mask.cumsum(1) - 1).clamp(min=0), torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     pictures = [problem.images if problem and problem.images_key >= 0 else None for problem in problems]
-    if not any(pictures):
-        return {}, positions, later
+    return _seen(pictures, prompts, mask, positions, later, config) if any(pictures) else ({}, positions, later)
+
+
+def _seen(
+    pictures: list[Any], prompts: list[Tensor], mask: Tensor, positions: Tensor, later: Tensor, config: Any
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     positions, token = positions.expand(3, *positions.shape).clone(), config.image_token_id
     for number, (each, ids) in enumerate(zip(pictures, prompts, strict=True)):
         if each:
@@ -114,9 +118,6 @@ class Decoder:
     engine: Any
     sampling: Sampling
 
-    def __post_init__(self):
-        self.model, self.never, self.takes_bias = self.engine.model, self.engine.never, self.engine.takes_bias
-
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""
         ordered = sorted(requests, key=lambda r: (-limit(r, self.sampling), -len(r.prompt_ids), r.id))
@@ -134,7 +135,7 @@ class Decoder:
         """Yield the responses as they end."""
         steps = rows[0].limit  # the largest
         u = np.stack([uniforms(row.request.seed, row.sample, steps) for row in rows])
-        u, version = torch.from_numpy(u).to(self.model.device), self.engine.weight_version  # [L, steps]
+        u, version = torch.from_numpy(u).to(self.engine.model.device), self.engine.weight_version  # [L, steps]
         logits, mask, later, cache = self._prefill(rows)  # [L, V], [L, S], [L]
         for step in range(steps):
             tokens = self._append(rows, logits, u[:, step])
@@ -161,12 +162,14 @@ class Decoder:
     def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
         """Return for each row the logits of its first token [L, V], the mask of its prompt [L, S], by how much images
         change the positions behind it [L], and the cache."""
-        prompts = {row.request.id: torch.tensor(row.request.prompt_ids, device=self.model.device) for row in rows}
+        prompts = {
+            row.request.id: torch.tensor(row.request.prompt_ids, device=self.engine.model.device) for row in rows
+        }
         places = {id: place for place, id in enumerate(prompts)}
         own = [places[row.request.id] for row in rows]
         ids = pad_sequence(list(prompts.values()), True, padding_side="left")  # [n, S]
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts.values()], True, padding_side="left")
-        cache = attention.cache(self.model.config)
+        cache = attention.cache(self.engine.model.config)
         shown = list({row.request.id: row.request.problem for row in rows}.values())
         seen, positions, later = seen_by(shown, list(prompts.values()), mask, self.engine.config)
         whole = ids.shape[1] if seen else max(1, PREFILL_TOKENS // len(ids))  # images are not cut
@@ -185,15 +188,15 @@ class Decoder:
     ) -> Tensor:
         """[L, T] the next tokens and their positions ([3, L, T] with images), [L, S] the mask up to them -> [L, V]
         logits of those that follow."""
-        if self.never and positions.dim() == 2:
+        if self.engine.never and positions.dim() == 2:
             positions = positions.expand(3, *positions.shape)
         options = {"position_ids": positions, "past_key_values": cache, "use_cache": True} | (seen or {})
-        if ids.shape[1] == 1 and self.takes_bias:  # transformers would make a mask anew for each
+        if ids.shape[1] == 1 and self.engine.takes_bias:  # transformers would make a mask anew for each
             bias = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))
             mask = bias[:, None, None]  # [L, 1, 1, S]
-        logits = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **options).logits[:, -1]
-        if self.never:
-            logits[:, list(self.never)] = float("-inf")
+        logits = self.engine.model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **options).logits[:, -1]
+        if self.engine.never:
+            logits[:, list(self.engine.never)] = float("-inf")
         return logits
 
     def _append(self, rows: list[Unfinished], logits: Tensor, u: Tensor) -> Tensor:

@@ -23,10 +23,14 @@ def reduce_scatter(
     """The sum over ranks, added in the order of the ranks. `input` keeps other values than the sum elsewhere."""
     if async_op or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+    return _reduce_scatter(input, group) if dist.get_world_size(group) > 1 else None
+
+
+def _reduce_scatter(input: Tensor, group: dist.ProcessGroup | None) -> None:
     rank, parts = dist.get_rank(group), input.view(dist.get_world_size(group), -1)
     others = [r for r in range(len(parts)) if r != rank]
     received = parts.new_empty(len(others), min(CHUNK, parts.shape[1]))
-    for chunk in zip(*(part.split(CHUNK) for part in parts), strict=True) if others else ():
+    for chunk in zip(*(part.split(CHUNK) for part in parts), strict=True):
         buffers = received[:, : len(chunk[rank])]
         _exchange([chunk[r] for r in others], list(buffers), others, group)
         ordered = [*buffers[:rank], chunk[rank], *buffers[rank:]]
@@ -34,7 +38,6 @@ def reduce_scatter(
         for each in ordered[2:]:
             total += each
         chunk[rank].copy_(total)
-    return None
 
 
 def all_gather(
@@ -47,8 +50,8 @@ def all_gather(
     if async_op:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=True)
     rank, parts = dist.get_rank(group), output.view(dist.get_world_size(group), -1)
-    others = [r for r in range(len(parts)) if r != rank]
-    _exchange([input] * len(others), [parts[r] for r in others], others, group)
+    if others := [r for r in range(len(parts)) if r != rank]:
+        _exchange([input] * len(others), [parts[r] for r in others], others, group)
     return None
 
 

@@ -195,7 +195,12 @@ class Reader:
 
     def joined(self) -> Tree:
         """A formula, a ratio, or a union of intervals."""
-        parts = [self.sum()]
+        first = self.sum()
+        return self.joined_to(first) if self.next in (":", "to", '"to', r"\cup", r"\setminus") else first
+
+    def joined_to(self, first: Tree) -> Tree:
+        """What follows the first part of a ratio or a union."""
+        parts = [first]
         if self.has(":", "to", '"to'):
             last = self.sum()
             return ("unit", ("f", ":", *parts, last[1]), last[2]) if last[0] == "unit" else ("f", ":", *parts, last)

@@ -29,7 +29,7 @@ def test_the_stream_gives_back_what_was_loaded(hf_config):
     chunks = models.build(hf_config, Megatron(), "fp32")
     lookup = weights.random_tensors(hf_config, seed=0)
     weights.load(chunks, lookup, Mapping(hf_config))
-    streamed = dict(weights.Stream(chunks, Mapping(hf_config)))
+    streamed = dict(weights.WeightStream(chunks, Mapping(hf_config)))
     assert set(streamed) == set(hf_shapes(hf_config))
     assert all(torch.equal(tensor, lookup(name)) for name, tensor in streamed.items())
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         chunks = models.build(DENSE, Megatron(), "fp32")
         weights.load(chunks, weights.random_tensors(DENSE, seed=0), Mapping(DENSE))
         with pytest.raises(RunFailed, match="the disk is full: the model did not fit into .*export"):
-            weights.save_folder(weights.Stream(chunks, Mapping(DENSE)), tmp_path / "export", DENSE)
+            weights.save_folder(weights.WeightStream(chunks, Mapping(DENSE)), tmp_path / "export", DENSE)
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
@@ -78,7 +78,7 @@ def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
     chunks = models.build(DENSE, Megatron(), "fp32", value_head=True)
     weights.load(chunks, weights.random_tensors(DENSE, seed=0), Mapping(DENSE))
     torch.nn.init.ones_(chunks[0].output_layer.weight)
-    weights.save_folder(weights.Stream(chunks, Mapping(DENSE)), tmp_path / "critic", DENSE)
+    weights.save_folder(weights.WeightStream(chunks, Mapping(DENSE)), tmp_path / "critic", DENSE)
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.score.weight.tolist() == [[1.0] * 16]
