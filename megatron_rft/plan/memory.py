@@ -169,7 +169,8 @@ class OwnEngines:
         if not lengths:
             return 0, 0
         if self.by_vllm:
-            whole = self.weights // self.workers
+            tower = self.s.tower.whole * self.element if self.s.tower else 0  # each worker's
+            whole = tower + (self.weights - tower) // self.workers
             if given := self.recipe.vllm.arguments().get("kv_cache_memory_bytes"):
                 return whole + given, 0
             return max(whole, round(self.share * (self.device or 0))), 0

@@ -153,8 +153,6 @@ def check_vllm(
             f"vllm.max_model_len: {options.max_model_len} does not hold a prompt and its response, {needed} tokens "
             "(data.max_prompt_tokens + the longest response). Leave it out, or raise it"
         )
-    if shape and shape.tower and options.tensor_parallel_size > 1:
-        raise ConfigError("vllm.tensor_parallel_size: an engine of a model that reads images has one rank: set 1")
     if shape and (options.max_model_len or 0) > shape.max_positions:
         raise ConfigError(
             f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "

@@ -121,7 +121,6 @@ def test_a_frozen_tower_stays_as_it_was(made, tmp_path):
     ("option", "words"),
     [
         ("lora={rank: 4}", "model.vision: trained does not work with lora"),
-        ("rollout.engine=vllm; vllm={tensor_parallel_size: 2}", "a model that reads images has one rank: set 1"),
         ("data.chat=false", "images need a chat template: set data.chat=true"),
         ("batching.pack_sequences=false", "a model that reads images needs batching.pack_sequences true"),
     ],
@@ -236,17 +235,21 @@ def qwen3_vl(made, folder):
 @WITHOUT_VLLM
 @pytest.mark.parametrize(
     ("family", "placement"),
-    [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated"), ("qwen3_vl", "server")],
+    [("qwen2_5_vl", "colocated"), ("qwen2_5_vl", "process"), ("qwen3_vl", "colocated"), ("qwen3_vl", "server")]
+    + [("qwen2_5_vl", "colocated, two"), ("qwen3_vl", "server, two")],
 )
 def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
-    """The same four images in each step, between which the tower changes."""
+    """The same four images in each step, between which the tower changes. `two`: an engine of two workers."""
+    placement, _, two = placement.partition(", ")
     given = ["run.steps=3", "data.limit=4", "checkpoint.every=0"]
     given += ["rollout.engine=vllm", f"rollout.placement={placement}", "faults.compare_weights_every=1"]
     if family == "qwen3_vl":
         given += ["lora={rank: 4, targets: [vision]}", "model.vision=frozen"] if placement == "server" else []
         qwen3_vl(made, tmp_path / "model")
         given.append(f"model.path={tmp_path}/model")
-    status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", *given))
+    given += ["vllm={tensor_parallel_size: 2}"] if two else []
+    ranks = ["--nproc", "2"] if two and placement == "colocated" else []
+    status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / "run", *given), *ranks)
     assert status == 0, output[-3000:]
     lines = [line for line in metrics(tmp_path / "run") if "mismatch/kl" in line]
     assert len(lines) == 3 and max(line["mismatch/kl"] for line in lines) < 1e-9

@@ -25,7 +25,8 @@ CACHE_BLOCK = 128  # tokens
 LOGPROBS_PER_TOP_K = 2  # vLLM keeps all tokens that are as probable as the last of the top_k
 LEFT_OUT = -1000.0  # log-probs below are those of tokens that truncated sampling left out
 # For images.py: vLLM would compute the largest image at its start, and keep what its processor returns.
-SEEING = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+# Workers share the images, each with the whole tower.
+SEEING = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_encoder_tp_mode": "data"}
 # GPUs would default to vLLM's second model runner, which no test of this package has met yet.
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.families.towers import never_sampled
+from megatron_rft.families.towers import TOWER, never_sampled
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
 from megatron_rft.inference.engine import (
     Engine,
@@ -142,9 +142,10 @@ class VLLMEngine(Engine):
             )
         if self.counting and options["speculative_config"].get("model"):
             return {"gpu_memory_utilization": share}  # vLLM measures what a draft model takes
-        weights = sum(math.prod(shape) for shape in hf_shapes(self.config).values()) * self.dtype.itemsize / self.ranks
+        whole = hf_shapes(self.config).items()
+        weights = sum(math.prod(shape) / (1 if TOWER in name else self.ranks) for name, shape in whole)
         sequence = token_bytes(self.config, self.dtype, self.ranks) * self.max_model_len
-        cache = room_for_cache(share, total, weights, sequence)
+        cache = room_for_cache(share, total, weights * self.dtype.itemsize, sequence)
         return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache}
 
     # --- generation

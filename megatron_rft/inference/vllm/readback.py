@@ -90,6 +90,8 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
     if isinstance(layer, RoutedExperts):
         yield from experts(path.removesuffix(".routed_experts"), layer)
         return
+    world = get_tp_group().world_size
+    replicas = world if getattr(layer, "disable_tp", False) else 1  # of a vision tower
     for key in parameters(layer):
         values = matrix(layer) if key == "weight" else layer._parameters[key]
         names = hf_names(model, path, key)
@@ -101,12 +103,12 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
         elif len(names) > 1:
             shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
             for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
-                yield Shard([name], part, copies=copies)
+                yield Shard([name], part, copies=copies * replicas)
         elif isinstance(layer, RowParallelLinear) and key == "weight":
-            yield Shard(names, values, dim=1)
+            yield Shard(names, values, dim=1, copies=replicas)
         else:
             whole = not isinstance(layer, ColumnParallelLinear)
-            yield Shard(names, values, copies=get_tp_group().world_size if whole else 1)
+            yield Shard(names, values, copies=world if whole else replicas)
 
 
 def rounds(layer: nn.Module) -> bool:
