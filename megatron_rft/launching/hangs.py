@@ -3,8 +3,7 @@
 Each rank writes where it is to RUN/launch/rank_N.position (`utils/position.py`). This node's launcher reads the
 positions of its ranks once a second and writes RUN/launch/node_K.json every few seconds, which `megatron-rft status`
 and the other nodes' launchers read. When no rank of any node has moved for `faults.hang_s`, every launcher asks its
-ranks and their engine processes for their Python stacks (SIGUSR2), and ranks with NCCL for its flight recorder (through
-a pipe of torch's); node 0's writes RUN/launch/hang_TIME.txt.
+ranks and their engine processes for their Python stacks (SIGUSR2); node 0's writes RUN/launch/hang_TIME.txt.
 """
 
 import contextlib
@@ -25,7 +24,6 @@ from megatron_rft.utils.position import Collective, Position, read
 from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
-FLIGHT_EVENTS = "2000"  # of NCCL's that a rank remembers
 STACKS_S = 20.0  # at most, for processes to write their stacks
 SETTLED_S = 1.5  # a stack that has not grown for so long is whole
 SHORTEST_S = 300.0  # an automatic limit is never below
@@ -42,18 +40,6 @@ def position_file(folder: Path, rank: int) -> Path:
 
 def stack_folder(folder: Path) -> Path:
     return folder / "stacks"
-
-
-def flight_recorder(folder: Path, temporary: Path) -> dict[str, str]:
-    """The environment in which torch records the last collectives of NCCL. A rank writes them when its
-    `flight_pipe` is written to, which torch makes with its first NCCL group."""
-    names = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{temporary}/flight_"}
-    names["TORCH_FR_DUMP_TEMP_FILE"] = f"{stack_folder(folder).resolve()}/flight_"  # followed by the rank
-    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_EVENTS} | names
-
-
-def flight_pipe(temporary: Path, rank: int) -> Path:
-    return temporary / f"flight_{rank}.pipe"
 
 
 def host_name() -> str:
@@ -87,11 +73,8 @@ class Pauses:
 class Watch:
     """Watches the ranks of this node. `look` is called often and does its work once a second."""
 
-    def __init__(
-        self, folder: Path, temporary: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic
-    ):
-        """`temporary`: the folder of the ranks' pipes for NCCL's flight recorder."""
-        self.folder, self.temporary, self.node, self.pauses = folder, temporary, node, Pauses(faults)
+    def __init__(self, folder: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic):
+        self.folder, self.node, self.pauses = folder, node, Pauses(faults)
         self.clock, self.host = clock, host_name()
         self._since: dict[int, float] = {}  # rank -> when it was last seen to move
         self._positions: dict[int, Position] = {}
@@ -173,34 +156,16 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGUSR2)
                     asked.append(folder / (f"rank_{rank}.stack" if pid == position.pid else f"engine_{pid}.stack"))
-        asked = [path for path in asked if path.exists()]
-        for rank in self._positions:
-            if ask(flight_pipe(self.temporary, rank)):
-                asked.append(folder / f"flight_{rank}")
-        wait_until_written(asked)
+        wait_until_written([path for path in asked if path.exists()])
 
     def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
         parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
         for path in sorted(stack_folder(self.folder).glob("*.stack")):
             parts += ["", f"---- {path.stem.replace('_', ' ')}", path.read_text(errors="replace").strip()]
             parts[-1] = parts[-1] or "(it did not answer: a stopped process writes no stack)"
-        if flights := sorted(stack_folder(self.folder).glob("flight_*")):
-            parts += ["", f"NCCL's last collectives: {len(flights)} files {flights[0].parent}/flight_RANK, which"]
-            parts += [f"python -m torch.distributed.flight_recorder.fr_trace {flights[0].parent} -p flight_ compares"]
         path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")
         with contextlib.suppress(OSError):
             write_atomically(path, "\n".join(parts) + "\n")
-
-
-def ask(pipe: Path) -> bool:
-    """Write to a pipe. Returns False if nobody reads it."""
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(b"1")
-    return True
 
 
 def wait_until_written(stacks: list[Path]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.launching import slurm
-from megatron_rft.launching.hangs import Watch, flight_recorder, position_file, stack_folder
+from megatron_rft.launching.hangs import Watch, position_file, stack_folder
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.device import has_cuda_device
@@ -111,12 +111,11 @@ def launch(
         print(f"warning: {nproc} ranks share {cores} processor cores: --nproc {cores} is faster", file=sys.stderr)
     ranks: list[Rank] = []
     with _forward_signals(ranks) as forwarded, reserved_port() as free, temporary_folder() as temporary:
-        watch = Watch(ranks_folder(output_dir), temporary, node, faults or Faults())
+        watch = Watch(ranks_folder(output_dir), node, faults or Faults())
         try:
             if job is not None:
                 job.begin()
             environment = _environment(nproc, node, node.port or free.getsockname()[1], temporary)
-            environment |= flight_recorder(watch.folder, temporary)
             for local in range(nproc):
                 number = node.index * nproc + local
                 for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):

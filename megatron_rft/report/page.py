@@ -13,7 +13,6 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 
 from megatron_rft import __version__
-from megatron_rft.report import facts
 from megatron_rft.report.groups import RunGroup, differing, grouped
 from megatron_rft.report.runs import read_all
 from megatron_rft.utils.errors import UserError
@@ -46,7 +45,6 @@ def html(groups: list[RunGroup], notices: list[str]) -> str:
         title=title(groups),
         notices=notices,
         groups=groups,
-        headline=facts.headline,
         differing=differing(groups),
         made=f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         style=(HERE / "page.css").read_text(encoding="utf-8"),

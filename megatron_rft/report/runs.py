@@ -1,6 +1,5 @@
 """Reads the files in a run's folder, also while it runs, or after a kill in the middle of a line."""
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,16 +57,6 @@ class RecordedRun:
         """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
         points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
-
-    def evaluated(self, part: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, result) of every evaluation on a part, "test" or "validation", in order."""
-        results = []
-        for path in sorted((self.folder / "evaluation").glob(f"{part}_step_*/results.json")):
-            try:
-                results.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
-            except (ValueError, LookupError, OSError):
-                continue  # incomplete, or not written by a run
-        return results
 
 
 def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:

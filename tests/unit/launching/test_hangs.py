@@ -2,10 +2,7 @@
 
 import json
 import os
-import select
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.launching.hangs import (
@@ -13,8 +10,6 @@ from megatron_rft.launching.hangs import (
     SHORTEST_S,
     Pauses,
     Watch,
-    flight_pipe,
-    flight_recorder,
     position_file,
 )
 from megatron_rft.launching.job import Job
@@ -44,7 +39,7 @@ class Ranks:
 
     def __init__(self, folder, index, count):
         self.now, self.here, self.index = 0.0, Here(), index
-        self.watch = Watch(folder, folder.parent, Node(index, count), Faults(hang_s=30.0), clock=lambda: self.now)
+        self.watch = Watch(folder, Node(index, count), Faults(hang_s=30.0), clock=lambda: self.now)
         self.here.open(position_file(folder, index))
         self.here.begin_step(1), self.here.enter("training")
 
@@ -78,31 +73,6 @@ def test_ranks_of_two_nodes_in_the_same_collective_do_not_disagree(tmp_path, mon
         assert each.look(1) is None
     assert second.look(60) is None
     assert first.look(60).sentence.startswith("no rank has moved, and none is alone in it")
-
-
-def test_nccl_is_asked_for_its_last_collectives(tmp_path, monkeypatch):
-    """As torch does it: a rank makes a pipe, and writes its file when somebody writes to the pipe."""
-    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
-    ranks = Ranks(tmp_path / "launch", 0, 1)
-    environment = flight_recorder(ranks.watch.folder, tmp_path)
-    pipe = flight_pipe(tmp_path, 0)
-    assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe" == str(pipe)
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-
-    def dump():
-        select.select([reader], [], [], 60)
-        file = Path(environment["TORCH_FR_DUMP_TEMP_FILE"] + "0")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"collectives")
-
-    with ThreadPoolExecutor(1) as thread:
-        dumped = thread.submit(dump)
-        assert ranks.look(1) is None and ranks.look(60)
-        dumped.result()
-    os.close(reader)
-    report = next((tmp_path / "launch").glob("hang_*.txt")).read_text()
-    assert "NCCL's last collectives: 1 files" in report and str(tmp_path / "launch/stacks") in report
 
 
 def test_what_a_node_wrote_long_ago_does_not_count(tmp_path):
