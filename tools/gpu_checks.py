@@ -1,12 +1,16 @@
-"""The checks of gpu_kit.py that need no engine: each yields rows of (what, found, bound or floor).
+"""The checks of gpu_kit.py: each yields rows of (what, found, bound or floor).
 
-    python tools/gpu_checks.py NAME         prints the rows of one check as a table; 77: something it needs is not here
+    python tools/gpu_checks.py NAME FOLDER FUNCTION [ARGUMENT ...]     imports, waits for a line, prints rows as JSON
 
+gpu_kit.py starts it. Exit status 77: something that the check needs is not here. Runs have their folders in FOLDER.
 What compares with the CPU computes there in fp32, in a process of its own from which the GPU is hidden.
 """
 
 import dataclasses
 import importlib.util
+import itertools
+import json
+import math
 import os
 import platform
 import subprocess
@@ -14,53 +18,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
-BEGIN = time.perf_counter()
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "bench")]
+import psutil
+import torch
+from gpu_predictions import CASES, GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, SMALL, Case, depth, figures, memory
+from setups import ADAMW, arithmetic, qwen3
+from shared_prompts import batch_of
+from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-import torch  # noqa: E402
-from gpu_predictions import CASES, LOGPROBS, MICRO_BATCH, QWEN3_8B, SMALL, Case, depth, figures, memory  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from setups import ADAMW, qwen3  # noqa: E402
-from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+from megatron_rft.__main__ import main as megatron_rft_command
+from megatron_rft.config import Batching, Megatron
+from megatron_rft.config.algorithms.offline import SFT as Options
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import checksum
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.process import EngineProcess
+from megatron_rft.megatron import parallel, spec, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy
+from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.sft import SFT
+from megatron_rft.plan.devices import DEVICES, GIB
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.records import Batch
 
-from megatron_rft.config import Batching, Megatron  # noqa: E402
-from megatron_rft.config.algorithms.offline import SFT as Options  # noqa: E402
-from megatron_rft.conversion import hf_shapes  # noqa: E402
-from megatron_rft.inference import weight_sync  # noqa: E402
-from megatron_rft.inference.engine import checksum  # noqa: E402
-from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
-from megatron_rft.inference.process import EngineProcess  # noqa: E402
-from megatron_rft.megatron import parallel, spec, weights  # noqa: E402
-from megatron_rft.megatron.actor import Actor  # noqa: E402
-from megatron_rft.megatron.vocabulary import logprobs_and_entropy  # noqa: E402
-from megatron_rft.objectives.base import counts  # noqa: E402
-from megatron_rft.objectives.sft import SFT  # noqa: E402
-from megatron_rft.plan.devices import DEVICES, GIB  # noqa: E402
-from megatron_rft.plan.model_shape import ModelShape  # noqa: E402
-from megatron_rft.records import Batch  # noqa: E402
-
+ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
 LARGE = GPU and "PRETEND_LIBRARY" not in os.environ  # elsewhere, also on tools/cuda_without_gpu, everything is small
 DEVICE = torch.device("cuda" if GPU else "cpu")
 MISSING = 77  # exit status
 Row = tuple[str, str, str]  # what, found, beside what
 broken: list[str] = []  # what did not hold in this check, which goes on to its end
-
-
-class NotRun(Exception):
-    """This check cannot run here; the message says what is missing."""
-
-
-def need(module: str, capability: tuple[int, int] = (0, 0)) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise NotRun(f"{module} is not installed")
-    if capability > (torch.cuda.get_device_capability() if GPU else (0, 0)):
-        raise NotRun(f"no CUDA device of capability {capability[0]}.{capability[1]}")
 
 
 def bound(value: float, limit: float, what: str) -> Row:
@@ -70,28 +62,26 @@ def bound(value: float, limit: float, what: str) -> Row:
     return what, f"{value:.2e}", f"<= {limit:.0e}"
 
 
-def clock() -> float:
+def seconds(work: Callable[[], object]) -> float:
+    wait = torch.cuda.synchronize if GPU else lambda: None
+    wait()
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
+    """Return the seconds of the fastest of some runs after a warm-up, and the peak of allocated bytes, 0 on a CPU."""
     if GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+    times = [seconds(work) for _ in range(repeats + 1)]
+    return min(times[1:]), torch.cuda.max_memory_allocated()
 
 
-def seconds(function: Callable[[], object], repeats: int = 3) -> float:
-    """Return the time of the fastest of some runs, after a warm-up run."""
-    times = []
-    for _ in range(repeats + 1):
-        begin = clock()
-        function()
-        times.append(clock() - begin)
-    return min(times[1:])
-
-
-def measured(function: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Return `seconds`, and the allocator's peak in bytes meanwhile, NaN without a GPU."""
-    if not GPU:
-        return seconds(function, repeats), float("nan")
-    torch.cuda.reset_peak_memory_stats()
-    return seconds(function, repeats), torch.cuda.max_memory_allocated()
+def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype) for shape in shapes]
 
 
 # ---- what the device can do
@@ -104,19 +94,16 @@ def ceilings() -> Iterator[Row]:
         about = torch.cuda.get_device_properties(0)
         yield "device", about.name, f"{about.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
-    yield "matrix product", f"{2 * size**3 / seconds(lambda: a @ b, 5) / 1e12:.2f} TFLOP/s", str(dtype)
+    a, b = random_tensors((size, size), (size, size), dtype=dtype)
+    yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
     size = (4 << 30) if LARGE else (64 << 20)
     there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
-    copies = {
-        "on the device": (other, there, 2),
-        "to the device": (there, here, 1),
-        "from the device": (here, there, 1),
-    }
-    for name, (to, source, passes) in copies.items():
-        rate = passes * size / seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True))
-        yield f"copy {name}", f"{rate / 1e9:.1f} GB/s", "bytes read and written" if passes == 2 else "pinned memory"
+    copies = {"on the device": (other, there), "to the device": (there, here), "from the device": (here, there)}
+    for name, (to, source) in copies.items():
+        passes, beside = (2, "bytes read and written") if to is other else (1, "pinned memory")
+        rate = passes * size / measure(partial(to.copy_, source, non_blocking=True))[0]
+        yield f"copy {name}", f"{rate / 1e9:.1f} GB/s", beside
 
 
 # ---- log-probs
@@ -124,10 +111,8 @@ def ceilings() -> Iterator[Row]:
 
 def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tensor, ...]:
     tokens, vocabulary, _ = LOGPROBS if LARGE else (256, 8192, 0)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    make = partial(torch.randn, generator=generator, device=DEVICE)
-    hidden, weight = make(tokens, hidden_size).to(dtype) * 0.25, make(vocabulary, hidden_size).to(dtype) * 0.25
-    return hidden, weight, torch.randint(0, vocabulary, (tokens,), generator=generator, device=DEVICE)
+    both = random_tensors((tokens, hidden_size), (vocabulary, hidden_size), dtype=dtype)
+    return *(tensor * 0.25 for tensor in both), torch.randint(0, vocabulary, (tokens,), device=DEVICE)
 
 
 def logprobs_in_float64() -> Iterator[Row]:
@@ -145,36 +130,25 @@ def logprobs_in_float64() -> Iterator[Row]:
 
 
 def logprob_speed() -> Iterator[Row]:
-    dtype = torch.bfloat16 if GPU else torch.float32
-    hidden, weight, targets = logprob_arguments(dtype, LOGPROBS[2] if LARGE else 64)
+    hidden, weight, targets = logprob_arguments(torch.bfloat16 if GPU else torch.float32, LOGPROBS[2] if LARGE else 64)
+    product = measure(lambda: hidden @ weight.t())[0] * 1e3
     hidden.requires_grad_(), weight.requires_grad_()
-    floor = seconds(lambda: hidden.detach() @ weight.detach().t())
-    logits = len(hidden) * len(weight) * dtype.itemsize
+    logits = len(hidden) * len(weight) * hidden.element_size() / 2**20
     for block in (16, 64, 256, 1024) if LARGE else (4, 16):
-
-        def both(block: int = block) -> None:
-            hidden.grad = weight.grad = None
-            logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight), block_bytes=block << 20)[
-                0
-            ].sum().backward()
-
+        options = {"vocab_size": len(weight), "block_bytes": block << 20}
+        forward = partial(logprobs_and_entropy, hidden, weight, targets, **options)
+        before = torch.cuda.memory_allocated()
+        whole, peak = measure(lambda forward=forward: torch.autograd.grad(forward()[0].sum(), (hidden, weight)))
         with torch.no_grad():
-            options = {"vocab_size": len(weight), "block_bytes": block << 20}
-            alone = seconds(lambda options=options: logprobs_and_entropy(hidden, weight, targets, **options))
-        hidden.grad = weight.grad = None
-        before = torch.cuda.memory_allocated() if GPU else 0
-        whole, peak = measured(both, 3)
-        yield f"block {block} MiB: forward", f"{alone * 1e3:.1f} ms", f"one product takes {floor * 1e3:.1f} ms"
-        yield f"block {block} MiB: forward + backward", f"{whole * 1e3:.1f} ms", f"four: {4 * floor * 1e3:.1f} ms"
-        yield f"block {block} MiB: peak memory", mib(peak - before), f"logits alone {mib(logits)}"
-
-
-def mib(size: float) -> str:
-    return f"{size / 2**20:.0f} MiB"
+            alone, _ = measure(forward)
+        yield f"block {block} MiB: forward", f"{alone * 1e3:.1f} ms", f"one product takes {product:.1f} ms"
+        yield f"block {block} MiB: forward + backward", f"{whole * 1e3:.1f} ms", f"four: {4 * product:.1f} ms"
+        yield f"block {block} MiB: peak memory", f"{(peak - before) / 2**20:.0f} MiB", f"logits alone {logits:.0f} MiB"
 
 
 # ---- losses and gradients against the CPU
 
+CPU = "the CPU in fp32"
 PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 4e-1)}  # loss, gradient
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
@@ -183,10 +157,9 @@ def config_of(kind: str) -> PretrainedConfig:
     dense = qwen3("1m", initializer_range=0.1)
     if kind in ("dense", "shared prompts"):
         return dense
-    sizes = {
-        name: getattr(dense, name) for name in ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id")
-    }
-    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.1}
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id", "initializer_range")
+    sizes = {name: getattr(dense, name) for name in names}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2}
     if kind == "mixture":
         return Qwen3MoeConfig(**sizes, **EXPERTS)
     return GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, sliding_window=32)
@@ -204,9 +177,9 @@ def make_actor(config: PretrainedConfig, precision: str, tokens: int, lookup: Ca
         parallel.initialize(Megatron())
     for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
         os.environ.pop(f"NVTE_{kernel}_ATTN", None)
-    optimizer = ADAMW | {"use_distributed_optimizer": True}
     pretended = "PRETEND_LIBRARY" in os.environ and spec.has_transformer_engine()  # cuDNN crashes there
     megatron = Megatron(attention_backend="unfused" if pretended else "auto")
+    optimizer = ADAMW | {"use_distributed_optimizer": True}
     actor = Actor(config, megatron, Batching(micro_batch_tokens=tokens), precision, optimizer=optimizer)
     actor.load(lookup)
     return actor
@@ -222,154 +195,122 @@ def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
     return {**found, "loss": torch.tensor([loss])}
 
 
-def cpu_reference(kind: str, folder: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Compute `gradients(kind, "fp32")` in a process that sees no GPU; the function returned waits for them."""
-    path = f"{folder}/{kind}.safetensors"
-    command = [sys.executable, __file__, "reference", kind, path]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def result() -> dict[str, torch.Tensor]:
-        errors = process.communicate()[1]
-        if process.returncode:
-            raise RuntimeError(f"the CPU reference failed: {errors[-2000:]}")
-        return load_file(path)
-
-    return result
-
-
 def distance(found: dict, expected: dict) -> dict[str, float]:
     """Return relative differences: of the loss, of all gradients together, and of the tensor where it is largest."""
-    names = [name for name in expected if name != "loss" and expected[name].any()]
-    apart = {name: (found[name] - expected[name]).norm() for name in names}
-    whole = torch.stack([expected[name].norm() for name in names]).norm()
+    sizes = {name: expected[name].norm() for name in expected if name != "loss" and expected[name].any()}
+    apart = {name: (found[name] - expected[name]).norm() for name in sizes}
     return {
         "loss": ((found["loss"] - expected["loss"]).abs() / expected["loss"]).item(),
-        "gradient": (torch.stack([*apart.values()]).norm() / whole).item(),
-        "worst gradient": max((apart[name] / expected[name].norm()).item() for name in names),
+        "gradient": (torch.stack([*apart.values()]).norm() / torch.stack([*sizes.values()]).norm()).item(),
+        "worst gradient": max((apart[name] / sizes[name]).item() for name in sizes),
     }
 
 
-def torch_layers(layers: str):
-    """A context in which models have torch's layers even where Transformer Engine is installed."""
-    return mock.patch.object(spec, "has_transformer_engine", lambda: False) if layers == "torch" else nullcontext()
-
-
-def parity(layers: str, kinds: tuple[str, ...], *precisions: str) -> Iterator[Row]:
+def parity(kinds: str, precisions: str) -> Iterator[Row]:
     """Compare with the CPU in fp32, and FP8 with bf16. Of a mixture in less than fp32 only the loss is bounded: where
     rounding sends a token to another expert, gradients differ."""
-    if layers != "torch":
-        need("transformer_engine", (8, 9) if "fp8" in precisions else (0, 0))
-    with tempfile.TemporaryDirectory() as folder:
-        references = {kind: cpu_reference(kind, folder) for kind in kinds}
-        for kind in kinds:
-            yield from _parity_of(kind, layers, precisions, references[kind])
-
-
-def _parity_of(
-    kind: str, layers: str, precisions: tuple[str, ...], reference: Callable[[], dict[str, torch.Tensor]]
-) -> Iterator[Row]:
-    found = {}
-    for precision in precisions:
-        with torch_layers(layers):
-            found[precision] = gradients(kind, precision)
-    found["the CPU in fp32"] = reference()
-    pairs = [(precision, "the CPU in fp32") for precision in precisions]
-    for precision, other in pairs + [("fp8", "bf16")] * ("fp8" in precisions):
+    with tempfile.NamedTemporaryFile() as file:
+        command, hidden = (
+            [sys.executable, __file__, "", "", "reference", kinds, file.name],
+            {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        cpu = subprocess.Popen(command, env=os.environ | hidden, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        found = {each: {kind: gradients(kind, each) for kind in kinds.split("/")} for each in precisions.split("/")}
+        if cpu.wait():
+            raise RuntimeError("the CPU reference failed, see above")
+        pairs = [(precision, CPU) for precision in found] + [("fp8", "bf16")] * ("fp8" in found)
+        found[CPU] = torch.load(file.name)
+    for kind, (precision, other) in itertools.product(kinds.split("/"), pairs):
         routed = precision != "fp32" and kind in ("mixture", "gpt-oss")
-        for what, value in distance(found[precision], found[other]).items():
-            limit = PARITY[precision][what != "loss"]
-            limit = float("inf") if routed and what != "loss" else limit
+        for what, value in distance(found[precision][kind], found[other][kind]).items():
+            limit = math.inf if routed and what != "loss" else PARITY[precision][what != "loss"]
             yield bound(value, limit, f"{kind}, {precision} against {other}: {what}")
+
+
+def reference(kinds: str, path: str) -> Iterator[Row]:
+    torch.save({kind: gradients(kind, "fp32") for kind in kinds.split("/")}, path)
+    yield from ()
 
 
 # ---- speed and memory of an 8B model's layers
 
 MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, **EXPERTS}
-MIXTURE |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MIXTURE |= {
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 1,
+}
+SCALE = 1 if LARGE else 32  # lengths are divided by it
 
 
-def slice_actor(config: dict, precision: str) -> Actor:
-    config = (Qwen3MoeConfig if "num_experts" in config else Qwen3Config)(**config)
+def slice_actor(model: dict, precision: str) -> Actor:
+    config = (Qwen3MoeConfig if "num_experts" in model else Qwen3Config)(**model)
     generator, shapes = torch.Generator(DEVICE).manual_seed(0), hf_shapes(config)
 
     def lookup(name: str) -> torch.Tensor:
         tensor = torch.randn(shapes[name], generator=generator, device=DEVICE, dtype=torch.bfloat16)
         return tensor * 0.02 if tensor.dim() > 1 else torch.ones_like(tensor)
 
-    return make_actor(config, precision, MICRO_BATCH if LARGE else MICRO_BATCH // 32, lookup)
+    return make_actor(config, precision, MICRO_BATCH // SCALE, lookup)
 
 
-def case_batch(case: Case, vocabulary: int) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    ids = lambda *size: torch.randint(1, vocabulary, size, generator=generator).tolist()  # noqa: E731
-    count = case.groups * 8
-    prompts = ids(case.groups, case.prompt)
-    return Batch.of([prompts[i // 8] for i in range(count)], ids(count, case.response))
+def update_of(actor: Actor, case: Case) -> tuple[Batch, Callable, dict]:
+    """Set the actor as the case has it. Returns the arguments of its update."""
+    actor.layout = dataclasses.replace(actor.layout, share_prompts=case.shared)
+    actor.config.recompute_granularity = "full" if case.recompute else None
+    actor.config.recompute_method, actor.config.recompute_num_layers = "uniform", 1
+    tokens = case.groups * GROUP * (case.prompt + case.response)
+    batch = batch_of(case.prompt, GROUP, case.response, actor.hf_config.vocab_size, tokens)
+    return batch, SFT(Options()).loss, counts(batch)
 
 
-def speed(layers: str, precision: str, cases: list[Case], model: dict, fewer: int = 0) -> Iterator[Row]:
+def scaled(case: Case) -> Case:
+    return dataclasses.replace(case, prompt=case.prompt // SCALE, response=case.response // SCALE)
+
+
+def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     """Yield tokens/s, MFU by the data sheet and peak memory of forward and backward passes, and the optimizer's time.
-    `fewer`: layers than fit by `plan`."""
-    if layers != "torch":
-        need("transformer_engine", (8, 9) if precision == "fp8" else (0, 0))
-    if not LARGE:
-        model, precision = model | SMALL, precision if GPU else "fp32"
-        cases = [dataclasses.replace(c, prompt=c.prompt // 32, response=c.response // 32) for c in cases]
-    size = torch.cuda.get_device_properties(0).total_memory if GPU else 0
-    unknown = dataclasses.replace(DEVICES["h100"], flops=float("nan"), memory=size)
-    known = (c for c in reversed(DEVICES.values()) if GPU and c.name in torch.cuda.get_device_name())
-    chip = next(known, unknown)
-    model = {"num_hidden_layers": max(2, depth(chip.usable) - fewer) if LARGE else 2} | model
-    s = ModelShape(model)
-    with torch_layers(layers):
-        actor = slice_actor(model, precision)
+    With Transformer Engine the model has two layers less than fit by `plan`, and recomputes none."""
+    name, unknown = torch.cuda.get_device_name() if GPU else "", dataclasses.replace(DEVICES["h100"], flops=math.nan)
+    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in name), unknown)
+    fused = spec.has_transformer_engine()
+    cases = [case for case in CASES if not (fused and case.recompute)]
+    model = QWEN3_8B | {"num_hidden_layers": depth(chip.usable) - 2 * fused if LARGE else 2}
+    model |= (MIXTURE if mixture else {}) | ({} if LARGE else SMALL)
+    s, precision = ModelShape(model), precision if GPU else "fp32"
+    actor = slice_actor(model, precision)
     yield "layers", str(s.layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
-
-    def work_of(case: Case) -> Callable[[], dict]:
-        batch = case_batch(case, s.vocabulary)
-        actor.layout = dataclasses.replace(actor.layout, share_prompts=case.shared)
-        actor.config.recompute_granularity = "full" if case.recompute else None
-        actor.config.recompute_method, actor.config.recompute_num_layers = "uniform", 1
-        return partial(actor.backward, batch, SFT(Options()).loss, counts(batch))
-
-    work, times = work_of(cases[-1]), []  # before all: the peaks are then those of a run, which has its moments
-    for _ in range(3):
-        computed, begin = work(), clock()
-        actor.apply(computed, learning_rate=1e-6)
-        times.append(clock() - begin)
+    # before all: the peaks are then those of a run, which has its moments
+    step = partial(actor.apply, learning_rate=1e-6)
+    times = [seconds(partial(step, actor.backward(*update_of(actor, scaled(cases[-1]))))) for _ in range(3)]
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
-    for case in cases:
-        work = work_of(case)
-        plan = memory(case, s).phases["training"] / GIB
+    for case in map(scaled, cases):
+        plan = f"plan {memory(case, s).phases['training'] / GIB:.1f} GiB"
         try:
-            taken, peak = measured(work, 2)
+            taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
         except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
             broken.append(f"{case.name}: {error}")
-            yield f"{case.name}: peak memory", str(error).partition(". ")[0], f"plan {plan:.1f} GiB"
+            yield f"{case.name}: peak memory", str(error).partition(". ")[0], plan
             continue
         for what, text in figures(case, s, chip, taken, peak).items():
-            yield what, text, f"plan {plan:.1f} GiB" if "memory" in what else f"{taken * 1e3:.0f} ms"
+            yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
 def offload() -> Iterator[Row]:
     """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
     actor = slice_actor(QWEN3_8B | {"num_hidden_layers": 4} | ({} if LARGE else SMALL), "bf16")
-    case = CASES[0] if LARGE else dataclasses.replace(CASES[0], prompt=32, response=4)
-    batch = case_batch(case, actor.hf_config.vocab_size)
-    step = partial(actor.step, batch, SFT(Options()).loss, counts(batch), learning_rate=1e-6)
+    step = partial(actor.step, *update_of(actor, scaled(CASES[0])), learning_rate=1e-6)
     step()
     state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
     for number in ("first", "second"):
-        held, begin = torch.cuda.memory_allocated() if GPU else 0, clock()
-        state.offload()
-        taken, moved = clock() - begin, sum(size for _, size, copy in state.away if copy is not None)
-        freed = held - torch.cuda.memory_allocated() if GPU else sum(size for _, size, _ in state.away)
-        yield f"to the host, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken / 1e9:.1f} GB/s"
-        begin = clock()
-        state.restore()
-        taken = clock() - begin
-        yield f"back, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken / 1e9:.1f} GB/s"
+        held, taken = torch.cuda.memory_allocated(), seconds(state.offload)
+        freed = held - torch.cuda.memory_allocated()
+        moved = sum(size for _, size, copy in state.away if copy is not None) / 1e9
+        yield f"to the host, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
+        taken = seconds(state.restore)
+        yield f"back, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
     yield "memory that it frees", f"{freed / GIB:.2f} GiB", "gradients and optimizer"
     if sums != [checksum(tensor) for tensor in actor.optimizer.tensors()]:
         raise AssertionError("the optimizer's state came back with other bits")
@@ -379,17 +320,11 @@ def offload() -> Iterator[Row]:
 # ---- weights to an engine's process
 
 
-def random_weights(config: PretrainedConfig, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    make = partial(torch.randn, generator=generator, device=DEVICE, dtype=torch.bfloat16)
-    return {name: make(shape) for name, shape in hf_shapes(config).items()}
-
-
 def engine_process() -> Iterator[Row]:
     """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
     a killed one."""
     config = qwen3("1.7b" if LARGE else "1m")
-    build = partial(HFEngine, config, torch.bfloat16, DEVICE)
+    build, shapes = partial(HFEngine, config, torch.bfloat16, DEVICE), hf_shapes(config)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(EngineProcess(build, "engine", Path(folder, "log"))) as engine,
@@ -399,61 +334,60 @@ def engine_process() -> Iterator[Row]:
             raise AssertionError(f"weights go by {engine.transport}, not by CUDA IPC")
         taken = []
         for version in range(3):
-            tensors = random_weights(config, version)
-            pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
-            taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
+            tensors = random_tensors(*shapes.values(), seed=version)
+            send = partial(weight_sync.send, list(zip(shapes, tensors, strict=True)), engine)
+            pushed = send(version, verify=True)  # RunFailed where a bit differs
+            taken.append(send(version)["sync/seconds"])
         yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
-        copies = [torch.empty_like(tensor) for tensor in tensors.values()]
-        copy = seconds(lambda: [to.copy_(tensor) for to, tensor in zip(copies, tensors.values(), strict=True)])
-        size = pushed["sync/bytes"] / 1e9
+        copies, size = [torch.empty_like(tensor) for tensor in tensors], pushed["sync/bytes"] / 1e9
+        copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in zip(copies, tensors, strict=True)])
         yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
         engine.process.kill()
         engine.start()
-        weight_sync.send(random_weights(config, 5).items(), engine, 5, verify=True)
+        send(5, verify=True)
         yield "the same in the place of a killed process", engine.transport, ""
 
 
-TE, APART = "transformer_engine", [case for case in CASES if not case.recompute]
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "ceilings": ceilings,
-    "slice of Qwen3-8B": partial(speed, "torch", "bf16", CASES, QWEN3_8B),
-    "gradients against the CPU": partial(parity, "torch", ("dense", "shared prompts"), "fp32", "bf16"),
-    "log-probs against float64": logprobs_in_float64,
-    "log-probs: time and memory": logprob_speed,
-    "weights to an engine process": engine_process,
-    "offload of the trainer": offload,
-    "TE: parity": partial(parity, TE, ("dense",), "bf16", "fp8"),
-    "TE: slice in bf16": partial(speed, TE, "bf16", APART, QWEN3_8B, 2),
-    "TE: slice in FP8": partial(speed, TE, "fp8", APART, QWEN3_8B, 2),
-    "TE: shared prompts": partial(parity, TE, ("shared prompts",), "bf16"),
-    "TE: grouped experts": partial(parity, TE, ("mixture",), "bf16", "fp8"),
-    "TE: gpt-oss": partial(parity, TE, ("gpt-oss",), "bf16"),
-    "TE: a mixture layer": partial(speed, TE, "bf16", APART, QWEN3_8B | MIXTURE | {"num_hidden_layers": 1}),
-}
+# ---- whole runs
 
 
-def main(parts: dict[str, Callable[[], Iterator[Row]]]) -> None:
+def arguments(name: str, folder: str, recipe: str) -> list[str]:
+    """Return those of `megatron-rft` for a run of the quickstart."""
+    recipe, *options = recipe.replace("FOLDER", folder).split()
+    output = f"run.output_dir={folder}/{name.replace(' ', '_')}"
+    return ["train", str(ROOT / "examples" / "quickstart" / recipe), output, "data.test=null", *options]
+
+
+def missing(name: str) -> str:
+    if name.startswith("TE: ") and not spec.has_transformer_engine():
+        return "no GPU is here, or transformer_engine is not installed"
+    return "vllm is not installed" if name.startswith("vLLM ") and not importlib.util.find_spec("vllm") else ""
+
+
+def main(name: str, folder: str, function: str, *given: str) -> int:
+    """Do a check. Returns the exit status."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    line = "| {} | {} | {} |".format
-    print(line("imports", f"{time.perf_counter() - BEGIN:.1f} s", ""), flush=True)
+    if function == "run":
+        importlib.import_module("megatron_rft.training")
+    print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
     sys.stdin.readline()  # gpu_kit.py lets a check import before its turn
-    try:
-        for row in parts[sys.argv[1]]():
-            print(line(*row), flush=True)  # of a check that is killed this is all
-        if broken:
-            sys.exit("\n".join(broken))
-    except NotRun as reason:
-        print(reason, flush=True)
-        sys.exit(MISSING)
-    finally:
-        if torch.distributed.is_initialized():
-            parallel.shutdown()
+    if why := missing(name):
+        print(why, flush=True)
+        return MISSING
+    if name == "warm start":
+        arithmetic.write_model_folder(f"{folder}/model")
+    if function == "run":
+        return megatron_rft_command(arguments(name, folder, *given))
+    if not name.startswith("TE: "):
+        spec.has_transformer_engine = lambda: False  # torch's layers even where it is installed
+    for row in globals()[function](*given):
+        print(json.dumps(row), flush=True)  # of a check that is killed this is all
+    print("\n".join(broken), flush=True)
+    return bool(broken)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "reference":
-        with torch_layers("torch"):
-            save_file(gradients(sys.argv[2], "fp32"), sys.argv[3])
+    status = main(*sys.argv[1:])
+    if torch.distributed.is_initialized():
         parallel.shutdown()
-    else:
-        main(PARTS)
+    sys.exit(status)
