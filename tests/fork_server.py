@@ -49,6 +49,7 @@ IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
+VLLM = ("megatron_rft.inference.vllm.worker_extension", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_NAME = 15  # linux/prctl.h
 MAXIMUM_REQUEST = 1 << 20  # bytes
@@ -62,14 +63,22 @@ class Forked(subprocess.Popen):
     """`Popen([sys.executable, ...])` whose process is forked from the server, for processes that are not forks of
     it."""
 
+    more: tuple[str, ...] = ()  # what its server imports beside IMPORTED
+
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
-        self._forked(server(), rest[3:9], request(args, env, cwd))
+        self._forked(server(self.more), rest[3:9], request(args, env, cwd))
 
     def _forked(self, by: "Server", pipes: tuple[int, ...], asked: dict, pass_fds: tuple[int, ...] = ()) -> None:
         """`pipes`: those of stdin, stdout and stderr, two each."""
         self.pid = by.start(asked, pipes[3], pipes[5], pass_fds)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+class ForkedVLLM(Forked):
+    """The same for runs with vLLM in their processes: its import takes five seconds of processor time."""
+
+    more = VLLM
 
 
 class ForkedEngine(Forked):
@@ -136,11 +145,11 @@ class Server:
 
 
 @cache
-def server() -> Server:
-    """The server of this process, ready."""
+def server(more: tuple[str, ...] = ()) -> Server:
+    """The server of this process, ready, or that which imports `more`."""
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
-        command = [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid()), *more]
         environment = os.environ | ENVIRONMENT | NO_THREADS
         options = {"cwd": ROOT, "pass_fds": [other.fileno()], "start_new_session": True}
         return Server(mine, subprocess_popen(command, env=environment, **options))
@@ -265,18 +274,22 @@ def become(command: list[str], environment: dict[str, str], helper: bool = False
 
 
 def main() -> None:
-    descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    descriptor, parent, *more = sys.argv[1:]
+    die_with(int(parent))
     warnings.simplefilter("ignore")
     # megatron-core imports flashinfer where it is installed, and that initialises CUDA, which no fork could then use
     sys.modules["flashinfer"] = None
     for name in IMPORTED:
         import_module(name)
+    if more:
+        import_module("megatron_rft.inference.vllm.cpu_patches").prepare()  # which comes before vLLM
+    for name in more:
+        import_module(name)
     del sys.modules["flashinfer"]
     gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one, and the locks of the others"
-    serve(socket.socket(fileno=descriptor))
+    serve(socket.socket(fileno=int(descriptor)))
 
 
 if __name__ == "__main__":

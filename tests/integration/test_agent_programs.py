@@ -101,7 +101,7 @@ def with_vllm(recipe: Path) -> Path:
 def test_with_vllm(tmp_path, options):
     stale = {"algorithm": {"importance": "truncated"}} if options.get("staleness") else {}
     recipe = with_vllm(write(tmp_path, rollout={"engine": "vllm"} | options, run={"steps": 4}, **stale))
-    status, output = train(recipe, forked=False)
+    status, output = train(recipe)
     assert status == 0, output[-3000:]
     assert len(check(tmp_path)) == 5
 
@@ -148,13 +148,13 @@ def test_killed_in_a_step_and_resumed_it_ends_with_the_same_bits(tmp_path, engin
     counted = {"command": [*PROGRAM["command"], str(plays)], "programs": 4}  # a group after the other
     rollout = {"engine": engine, "placement": "process" if engine == "vllm" else "colocated"}
     recipe = write(tmp_path, run={"steps": 3}, checkpoint={"every": 1}, environment=counted, rollout=rollout)
-    recipe, fresh = (with_vllm(recipe), {"forked": False}) if engine == "vllm" else (recipe, {})
-    status, output = train(recipe, **fresh)
+    recipe = with_vllm(recipe) if engine == "vllm" else recipe
+    status, output = train(recipe)
     assert status == 0, output[-3000:]
     evaluated = (len(plays.read_text().split()) - 3 * 16) // 2
-    ended = killed_in_a_step(recipe, out, step=3, ended=8, **fresh)
+    ended = killed_in_a_step(recipe, out, step=3, ended=8)
     plays.unlink()
-    status, output = train(recipe, f"run.output_dir={out}", **fresh)
+    status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0, output[-3000:]
     done = int(re.findall(r"resumed after step (\d)", output)[0])
     assert done in (1, 2), "the checkpoint of step 2 may not have been complete"
@@ -168,10 +168,10 @@ def test_killed_in_a_step_and_resumed_it_ends_with_the_same_bits(tmp_path, engin
     assert "does not repeat itself" not in output
 
 
-def killed_in_a_step(recipe: Path, out: Path, step: int, ended: int, **fresh: bool) -> int:
+def killed_in_a_step(recipe: Path, out: Path, step: int, ended: int) -> int:
     """Kill a run when at least `ended` of the episodes of `step` are kept, and another one has had four turns. Returns
     the number of those that are kept."""
-    process = start(recipe, f"run.output_dir={out}", **fresh)
+    process = start(recipe, f"run.output_dir={out}")
 
     def keys(ending: str = "") -> set[str]:
         """Of the episodes that are kept, or of those that have had a call."""

@@ -118,7 +118,7 @@ def test_each_episode_at_its_own_pace_on_a_vllm_server(tmp_path):
     recipe = write(tmp_path, rollout=options, algorithm={"importance": "truncated"})
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
-    status, output = train(recipe, forked=False)
+    status, output = train(recipe)
     assert status == 0, output[-3000:]
     check_turns(metrics(tmp_path / "run"))
 
@@ -185,7 +185,7 @@ def test_smollm2_learns_to_use_a_calculator(tmp_path):
     options = [f"data.{part}={tmp_path}/{part}.jsonl" for part in make_products.SIZES]
     options += [f"model.path={smollm2()}", f"run.output_dir={tmp_path}/run", "run.steps=3", "evaluation.limit=32"]
     recipe = ROOT / "examples/agents/calculator.yaml"
-    status, output = train(recipe, *options, forked=False, timeout=1800)
+    status, output = train(recipe, *options, timeout=1800)
     assert status == 0, output[-3000:]
     assert not any(line.get("environment/errors") for line in metrics(tmp_path / "run"))
     before, after = re.search(r"pass@1 ([\d.]+) ± [\d.]+ -> ([\d.]+)", output).groups()

@@ -24,7 +24,7 @@ def test_trainer_and_engine_agree_on_sampled_tokens(tmp_path, workers):
     )
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
-    status, output = train(recipe, "--nproc", "2", forked=False)
+    status, output = train(recipe, "--nproc", "2")
     assert status == 0, output
     assert "engine: vllm" in output
     lines = [line for line in metrics(tmp_path / "run") if "mismatch/max" in line]

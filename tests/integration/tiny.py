@@ -7,6 +7,7 @@ now and then, so that there are rewards to learn from at once.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.quickstart import arithmetic
+from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.processes import children
-from tests.fork_server import ENVIRONMENT, Forked
+from tests.fork_server import ENVIRONMENT, Forked, ForkedVLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "megatron_rft")
+SERVER = "placement[:=] ?server"  # a process of its own in a new interpreter
 RECIPE = {
     "trainer": "rl",
     "run": {"steps": 6, "seed": 3},
@@ -95,7 +98,9 @@ def start(
     **environment: str,
 ) -> subprocess.Popen:
     """`megatron-rft train` in its own process group, from the fork server or in a new interpreter."""
-    return (Forked if forked else subprocess.Popen)(
+    asked = " ".join([recipe.read_text() if recipe.is_file() else "", *arguments])
+    in_process = unusable() is None and re.search("engine[:=] ?vllm", asked) and not re.search(SERVER, asked)
+    return ((ForkedVLLM if in_process else Forked) if forked else subprocess.Popen)(
         [sys.executable, *program, command, str(recipe), *arguments],
         env=os.environ | ENVIRONMENT | environment,
         stdout=stdout,

@@ -1,6 +1,6 @@
 """The gradient of a mini-batch is the same (1e-5) for every split into micro-batches, packing and parallel layout, for
-every objective. What an environment wrote (`masked`) changes nothing: the gradients with absurd values on its tokens
-are the same bits."""
+every objective. What an environment wrote (`masked`) changes nothing: on one rank the gradients with absurd values on
+its tokens are the same bits. Layouts of several ranks get these values, and are compared with the gradients without."""
 
 import json
 from collections import defaultdict
@@ -43,12 +43,9 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "cp=2,masked=1",
         "pp=2,budget=50,masked=1",
         "tp=2",
-        "tp=2,sp=1",
         "tp=2,sp=1,budget=60,padded=1",
         "pp=2",
-        "pp=2,budget=50",
         "pp=2,vpp=2,budget=50",
-        "cp=2",
         "cp=2,padded=1",
         "moe=1,ep=2",
         "moe=1,ep=2,budget=50,masked=1",
