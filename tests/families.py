@@ -137,14 +137,19 @@ TOWERS = {
     "qwen2_5_vl": dict(patch_size=4, window_size=16, fullatt_block_indexes=[1]),
     "qwen3_vl": dict(patch_size=4, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
 }
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
+MIXTURE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[2])
+MIXTURE |= dict(norm_topk_prob=True)  # as published; vLLM reads it
 NARROW = {
     "qwen2_5_vl": dict(rope_parameters=DEFAULT | dict(mrope_section=[1, 2, 1])),
     "qwen3_vl": dict(num_hidden_layers=8, head_dim=16, rope_parameters=DEFAULT | dict(mrope_section=[4, 2, 2])),
 }
+NARROW["qwen3_vl_moe"] = NARROW["qwen3_vl"] | MIXTURE
 WIDE = {  # vLLM's CPU build has no attention with narrower heads
     "qwen2_5_vl": dict(hidden_size=128, rope_parameters=DEFAULT | dict(mrope_section=[4, 6, 6])),
     "qwen3_vl": dict(head_dim=32, rope_parameters=DEFAULT | dict(mrope_section=[8, 4, 4])),
 }
+WIDE["qwen3_vl_moe"] = WIDE["qwen3_vl"] | MIXTURE | dict(moe_intermediate_size=64)
 # models that read images
 SEEING, SEEING_WIDE = (
     {kind: seeing(kind, texts[kind], tower) for kind, tower in TOWERS.items()} for texts in (NARROW, WIDE)

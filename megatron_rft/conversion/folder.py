@@ -160,9 +160,10 @@ class HFFolder:
             "of another shape": [
                 f"{name} {self.shapes[name]}, config.json says {shape}"
                 for name, shape in expected.items()
-                if name in self.files and self.shapes[name] != shape
+                if name in self.files and self.shapes[name] not in (shape, self._turned(shape))
             ],
         }
+        self.turned = [name for name in expected if self.files.get(name) and self.shapes[name] != expected[name]]
         raise_on_problems(self.path, hf_config, problems)
         if self.skipped and os.environ.get("RANK", "0") == "0":
             what = f"{len(self.skipped)} tensors of other parts of the model are left out"
@@ -170,7 +171,12 @@ class HFFolder:
 
     def __call__(self, name: str) -> Tensor:
         file, stored = self.files[name]
-        return self._open(file).get_tensor(stored)
+        tensor = self._open(file).get_tensor(stored)
+        return tensor.mT.contiguous() if name in self.turned else tensor
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of stacked experts [E, in, out] as transformers 5 saves those of Qwen3-VL: [E, out, in]."""
+        return (shape[0], *shape[:0:-1]) if self.family.tower and len(shape) == 3 else shape
 
 
 def is_beside(name: str, layers: int) -> bool:

@@ -77,7 +77,7 @@ class Mapping:
         self.experts = experts(hf_config)
         self.groups = kv_heads(hf_config)
         self.head_dim = head_dim(hf_config)
-        self.gated = family.gated
+        self.gated, self.interleaved = family.gated, family.sinks
         self.key_heads, self.delta = delta_rows(hf_config)
         self.hf_names = cache(self._hf_names)
 
@@ -102,10 +102,10 @@ class Mapping:
 
     def merge(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group.
-        A slice of stacked experts is transposed, and its gate and up are put one after the other."""
+        A slice of stacked experts is transposed, and its gate and up, if interleaved, put one after the other."""
         if (expert := self.stacked_expert(name)) is not None:
             part = parts[0][expert].T if parts[0].dim() == 3 else parts[0][expert]
-            return torch.cat([part[::2], part[1::2]]) if "linear_fc1" in name else part
+            return torch.cat([part[::2], part[1::2]]) if self.interleaved and "linear_fc1" in name else part
         if (groups := self._groups(name)) is None:
             return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         parts = list(parts)
@@ -119,7 +119,8 @@ class Mapping:
     def split(self, name: str, whole: Tensor) -> list[Tensor]:
         """Split a parameter into its HF tensors, or its slice of one: the inverse of `merge`."""
         if self.stacked_expert(name) is not None:
-            part = torch.stack(whole.chunk(2), 1).flatten(0, 1) if "linear_fc1" in name else whole
+            mixed = self.interleaved and "linear_fc1" in name
+            part = torch.stack(whole.chunk(2), 1).flatten(0, 1) if mixed else whole
             return [part.T if part.dim() == 2 else part]
         names, groups = self.hf_names(name), self._groups(name)
         if groups is None:

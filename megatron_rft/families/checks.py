@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from megatron_rft.families.shapes import experts, first, head_dim
+from megatron_rft.families.shapes import expert_ffn, experts, first, head_dim
 from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, family_of
 from megatron_rft.families.towers import vision_of
 
@@ -12,7 +12,7 @@ READ_BY = {  # options, and the families whose own code reads them
     "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl_text"},
     "use_qk_norm": {"glm4_moe"},
     "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
-    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text"},
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"},
     "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
     "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
     | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
@@ -134,6 +134,11 @@ def _vision(c: Any) -> list[str]:
     if not hasattr(c, "vision_config"):
         return ["no vision_config: it is a language model without its vision tower"]
     refused, found = [], rope(c)
+    if experts(c) and c.hidden_size in (expert_ffn(c), 2 * expert_ffn(c)):
+        refused.append(
+            f"moe_intermediate_size {expert_ffn(c)} with hidden_size {c.hidden_size}: square experts, which "
+            "transformers does not know from transposed ones"
+        )
     sections, interleaved = found.get("mrope_section"), hasattr(vision_of(c), "deepstack_visual_indexes")
     if sum(sections or ()) * 2 != head_dim(c):
         refused.append(f"mrope_section {sections} with heads of {head_dim(c)} (it has to sum up to half of that)")

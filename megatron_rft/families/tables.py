@@ -6,7 +6,7 @@ fused norms have a second line; `megatron.weights` renames its grouped experts. 
 whose sizes in `shapes.py` are known for it. No torch: `plan` reads the same tables.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.utils.errors import DataError
@@ -85,7 +85,12 @@ GATED_SHARED_EXPERT = {
     "mlp.shared_experts.linear_fc1.weight": "mlp.shared_expert.{gate,up}_proj.weight",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
 }
-STACKED_EXPERTS = {  # all experts of a layer in one tensor [E, in, out], gate and up interleaved
+STACKED_EXPERTS = {  # all experts of a layer in one tensor [E, in, out]
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.{e}.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.{e}.linear_fc2.weight": "mlp.experts.down_proj",
+}
+INTERLEAVED_EXPERTS = {  # gate and up row by row
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.bias",
     "mlp.experts.{e}.linear_fc1.weight": "mlp.experts.gate_up_proj",
@@ -169,7 +174,7 @@ FAMILIES = {  # by `model_type`
     "qwen3_next": Family("Qwen3NextForCausalLM", GATED_ATTENTION | NEXT_DELTA_NET | GATED_EXPERTS),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", GATED_ATTENTION | DELTA_NET | MLP_NORM | DENSE),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", GATED_ATTENTION | DELTA_NET | GATED_EXPERTS),
-    "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | STACKED_EXPERTS),
+    "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | INTERLEAVED_EXPERTS),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", ATTENTION | WHOLE_QK_NORM | MLP_NORM | MIXTRAL_EXPERTS),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", ATTENTION | QK_NORM | POST_NORM | PRE_MLP_NORM | DENSE | POST_MLP_NORM, gemma=True
@@ -186,6 +191,10 @@ FAMILIES = {  # by `model_type`
         tower="model.visual.",
     ),
 }
+VL = FAMILIES["qwen3_vl_text"]
+FAMILIES["qwen3_vl_moe_text"] = replace(
+    VL, architecture="Qwen3VLMoeForConditionalGeneration", layer=VL.layer | STACKED_EXPERTS
+)
 
 
 def family_of(config: Any) -> Family:

@@ -219,7 +219,7 @@ def test_adapters_of_the_tower_are_converted_and_peft_computes_with_them(made, s
     assert (found - export).abs().max() < 1e-5 < 1e-3 < (found - plain).abs().max()
 
 
-def qwen3_vl(made, folder):
+def qwen3_vl(made, folder, mixture=False):
     """Write the configuration of a Qwen3-VL of the size of the example's model, with its other files."""
     shutil.copytree(made / "model", folder)
     small = json.loads((folder / "config.json").read_text())
@@ -228,6 +228,11 @@ def qwen3_vl(made, folder):
     vision = small["vision_config"] | {"model_type": "qwen3_vl", "num_position_embeddings": 64}
     vision |= {"deepstack_visual_indexes": [0], "patch_size": 14}
     config = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    if mixture:
+        config = {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+        text |= {"model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        text |= {"moe_intermediate_size": 96, "mlp_only_layers": [1]}
+        vision["model_type"] = "qwen3_vl_moe_vision"
     (folder / "config.json").write_text(json.dumps(small | config | {"text_config": text, "vision_config": vision}))
 
 
@@ -256,6 +261,24 @@ def test_vllm_reads_the_same_images(made, tmp_path, family, placement):
     assert all(
         line["policy/grad_norm"] > 0 and line["sync/tensors"] == len(weights(tmp_path / "run")) for line in lines
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=WITHOUT_VLLM)])
+def test_a_mixture_that_sees(made, tmp_path, engine):
+    """Its experts are those of the engine; two ranks with experts of their own learn the same."""
+    qwen3_vl(made, tmp_path / "model", mixture=True)
+    given = [f"model.path={tmp_path}/model", "run.steps=3", "data.limit=4", f"rollout.engine={engine}"]
+    more = ["megatron.expert_model_parallel_size=2", "megatron.expert_tensor_parallel_size=1", "--nproc", "2"]
+    for out, own in (("one", []), ("two", more if engine == "hf" else None)):
+        if own is not None:
+            status, output = train(EXAMPLE / "grpo.yaml", *options(made, tmp_path / out, *given, *own))
+            assert status == 0, output[-3000:]
+            lines = [line for line in metrics(tmp_path / out) if "mismatch/kl" in line]
+            assert len(lines) == 3 and max(line["mismatch/kl"] for line in lines) < 1e-9
+    if engine == "hf":
+        one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+        assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 
 PLAYED = {"kind": "own", "max_turns": 3, "processes": 1}

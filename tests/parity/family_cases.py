@@ -130,15 +130,18 @@ def reference(config, path: Path, batch: Batch, dtype=torch.float32):
         entropies.append(-(found.exp() * found.clamp(min=-1e30)).sum(-1) * one.response_mask)
     logprobs = torch.cat(logprobs)
     (logprobs * batch.tokens["noise"]).sum().backward()
-    return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model)
+    return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model, config)
 
 
-def on_disk(model) -> dict[str, torch.Tensor]:
+def on_disk(model, config) -> dict[str, torch.Tensor]:
     """The gradients by the names of a checkpoint's tensors, as transformers saves them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     model.save_pretrained(folder := Path(model.name_or_path + "-gradients"))
+    if sees(config):  # whose names and experts transformers does not save as they are published
+        stored = weights.open_folder(folder, config)
+        return {name: stored(name) for name in hf_shapes(config)}
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")

@@ -122,7 +122,8 @@ def hf_views(model: torch.nn.Module, config: PreTrainedConfig) -> dict[str, Tens
             name = name.replace("model.visual.", family.tower).replace("model.language_model.", family.prefix)
         layer, _, part = name.rpartition(".")
         if name in whole or not layer.endswith("experts"):
-            views[name] = parameter.data
+            transposed = family.tower and layer.endswith("experts")  # on disk
+            views[name] = parameter.data.mT if transposed else parameter.data
         elif part == "gate_up_proj":
             for e, (gate, up) in enumerate(expert.chunk(2) for expert in parameter.data):
                 views |= {f"{layer}.{e}.gate_proj.weight": gate, f"{layer}.{e}.up_proj.weight": up}

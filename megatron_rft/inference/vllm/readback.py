@@ -50,7 +50,18 @@ def read(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tied output matrix also under its embedding's name, a norm and shared key-value heads for each worker.
     """
     for path, layer in model.named_modules():
-        yield from read_layer(model, path, layer)
+        found = read_layer(model, path, layer)
+        stacked = isinstance(layer, RoutedExperts) and sees(model.config.get_text_config())
+        yield from stack(dict(found)) if stacked else found
+
+
+def stack(matrices: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors [E, in, out] of all experts of a layer, of which `experts` has named each matrix."""
+    path, kinds = min(matrices).rsplit(".", 3)[0], ("gate_proj", "up_proj", "down_proj")
+    each = range(len(matrices) // len(kinds))
+    gate, up, down = (torch.stack([matrices[f"{path}.{e}.{kind}.weight"] for e in each]).mT for kind in kinds)
+    yield f"{path}.gate_up_proj", torch.cat([gate, up], -1)
+    yield f"{path}.down_proj", down.contiguous()
 
 
 @torch.inference_mode()
@@ -88,7 +99,7 @@ class Shard:
 
 def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
     if isinstance(layer, RoutedExperts):
-        yield from experts(path.removesuffix(".routed_experts"), layer)
+        yield from experts(published(model, path).removesuffix(".routed_experts"), layer)
         return
     world = get_tp_group().world_size
     replicas = world if getattr(layer, "disable_tp", False) else 1  # of a vision tower
@@ -126,7 +137,8 @@ def hf_names(model: nn.Module, path: str, key: str) -> list[str]:
     """Return the names of the HF tensors that form a parameter of vLLM."""
     path = published(model, path)
     module = path.rpartition(".")[2]
-    parts = getattr(model, "packed_modules_mapping", {}).get(module, [module])
+    packed = {"gate_up_proj": ["gate_proj", "up_proj"]} | getattr(model, "packed_modules_mapping", {})
+    parts = packed.get(module, [module])
     return [f"{path.removesuffix(module)}{part}.{key}" for part in parts]
 
 

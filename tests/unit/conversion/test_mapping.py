@@ -90,6 +90,8 @@ def test_shapes_are_those_of_transformers(tmp_path):
         transformers_class(config).from_config(whole_config(config)).save_pretrained(tmp_path / "written")
         with safe_open(tmp_path / "written" / "model.safetensors", "pt") as file:
             written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if config.model_type == "qwen3_vl_moe_text":  # published as [E, in, out], as `hf_shapes` has it
+            written = {name: (s[0], *s[:0:-1]) if ".experts." in name else s for name, s in written.items()}
         assert hf_shapes(config) == written, config.model_type
 
 
