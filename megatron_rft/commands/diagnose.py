@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rft.commands.convert import find_source
 from megatron_rft.commands.train import check_user_code, fetch_models, work
-from megatron_rft.config import Recipe, load
+from megatron_rft.config import load
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.plan import check, make_folder
 from megatron_rft.training import diagnosis
@@ -21,9 +21,9 @@ from megatron_rft.utils.errors import FAILED, FINISHED, ConfigError
 from megatron_rft.utils.files import write_atomically
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Returns the exit status: FAILED if there is a bug."""
-    world, per_node, node = launcher.check_environment(args.nproc)
+    recipe, (world, per_node, node) = args.loaded, launcher.check_environment(args.nproc)
     if recipe.trainer != "rl":
         raise ConfigError(f"trainer: {recipe.trainer} compares no engine with the trainer: diagnose takes trainer rl")
     if recipe.rollout.servers:

@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_rft.config import Recipe
 from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.environments.script import Script, scripted
 from megatron_rft.environments.tools import schemas
@@ -23,13 +22,13 @@ from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFaile
 SAMPLES = {"integer": 7, "number": 2.5, "string": "a", "boolean": True, "array": [1, 2], "object": {}}
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Returns the exit status.
 
     Raises:
         RunFailed: an episode failed, or was not the same the second time.
     """
-    options = recipe.environment
+    recipe, options = args.loaded, args.loaded.environment
     if options is None:
         raise ConfigError("environment: the recipe has none")
     tokenizer = build.load_tokenizer(recipe.model)

@@ -40,8 +40,8 @@ from megatron_rft.utils.files import digest
 Weights = list[list[str | int]]
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> int:
-    results, out = evaluate(recipe, args.model, args.like, args.out)
+def run(args: argparse.Namespace) -> int:
+    results, out = evaluate(args.loaded, args.model, args.like, args.out)
     print("\n".join([table(results), *(unjudged(each.summary()) for each in results if each.errors)]))
     print(f"results and completions: {out}")
     return FINISHED

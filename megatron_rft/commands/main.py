@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call `run` in the command's file, with the validated recipe if the command takes one."""
-    recipe = [load(args.recipe, args.overrides)] if hasattr(args, "recipe") else []
+    """Call `run` in the command's file. `args.loaded` is the validated recipe if the command takes one."""
+    if hasattr(args, "recipe"):
+        args.loaded = load(args.recipe, args.overrides)
     command = lean_import(f"megatron_rft.commands.{FILES.get(args.command, args.command)}")
-    return command.run(*recipe, args)
+    return command.run(args)

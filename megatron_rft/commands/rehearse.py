@@ -20,7 +20,7 @@ from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFaile
 ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # to check it, a folder with config.json is enough
 
 
-def run(_given: object, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Rehearse, print the report, and return the exit status. Loads the recipe again, without its weights."""
     rehearsal = Rehearsal(args)
     guard.library()  # reports a missing library before any process starts

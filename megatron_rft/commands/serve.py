@@ -66,9 +66,10 @@ class EngineServer:
             end_reaper(self.process)
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM. Writes the servers' output to OUT/NODE_0.log ..., and their URLs to OUT/NODE.urls when all
     of them answer."""
+    recipe: Recipe = args.loaded
     check_writable(args.out, "--out")
     if token := token_check.set_if_missing():
         print(f"export {token_check.VARIABLE}={token}  # for the run, without which the servers refuse it", flush=True)

@@ -29,8 +29,9 @@ from megatron_rft.utils.processes import STOP_SIGNALS
 HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new files that others do not get
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Check the recipe, print its plan and, unless `args.dry_run`, run it. Returns the exit status."""
+    recipe: Recipe = args.loaded
     check_command(recipe.trainer, args.command)
     world_size, per_node, node = launcher.check_environment(args.nproc)
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit

@@ -117,6 +117,11 @@ class Actor:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
             self.optimizer = ActorOptimizer(self.chunks, optimizer, precision, total_steps, moments)
             self.training_state = TrainingState(self.chunks, self.optimizer)
+        # the chunks that gather parameters when a forward pass needs them
+        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        self.gathering = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+        # whether this rank reports for its data-parallel share: the first rank of the last pipeline stage
+        self.reports = parallel.is_last_stage() and parallel.tp_rank() == 0 and parallel.cp_rank() == 0
         # an interleaved pipeline requires that the count of micro-batches is a multiple of this
         self.count_multiple = parallel.pp_size() if len(self.chunks) > 1 else 1
         sequence_parallel = parallel.tp_size() if self.config.sequence_parallel else 1
@@ -209,15 +214,10 @@ class Actor:
     def finish_param_gather(self) -> None:
         """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before anything but a
         forward pass reads the weights."""
-        for chunk in self._gathering():
+        for chunk in self.gathering:
             groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
             if any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
                 chunk.start_param_sync(force_sync=True)
-
-    def _gathering(self) -> list[DistributedDataParallel]:
-        """The chunks that gather parameters when a forward pass needs them."""
-        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
-        return [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
 
     # ---- forward
 
@@ -240,7 +240,7 @@ class Actor:
         lean = batch.only(set(), {"route"})
         results = self._run(lean, shares, collect, names, forward_only=True, second=second_states)
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
-        if self._reports():
+        if self.reports:
             for number, values in results:
                 full[:, send(number, self.device)] = values
         dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
@@ -316,7 +316,7 @@ class Actor:
             return total, {"loss": total.detach().clone(), **result.logged(counts)}
 
         parts = self._run(batch, shares, differentiate, outputs, forward_only=False, second=second_states)
-        return self._add_up(parts if self._reports() else [])
+        return self._add_up(parts if self.reports else [])
 
     def _seed(self, batch: Batch) -> int:
         """Return a function of the mini-batch, the optimizer steps so far, and the rank but for tensor parallelism: a
@@ -348,7 +348,7 @@ class Actor:
         if applied and self.routers:
             self.routers.trained(self.bias_update_rate)
         if self._forward_since_backward:  # Megatron gathers parameters once after each backward pass, and it has
-            for chunk in self._gathering():
+            for chunk in self.gathering:
                 chunk.start_param_sync(force_sync=True)
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
@@ -487,10 +487,6 @@ class Actor:
         places = send(micro.kept, self.device)
         placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, places, values)
         return reduce_from_tensor_model_parallel_region(placed, group=parallel.cp_group())
-
-    def _reports(self) -> bool:
-        """Return whether this rank reports for its data-parallel share: the first rank of the last pipeline stage."""
-        return parallel.is_last_stage() and parallel.tp_rank() == 0 and parallel.cp_rank() == 0
 
     def _add_up(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum the values of all micro-batches over all ranks. Only the last stage has names and values."""

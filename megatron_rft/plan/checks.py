@@ -71,7 +71,7 @@ def check(
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         store = _generation(recipe.generation, recipe.rollout, recipe.run)
-        return Plan(layout, [model_line, *data_lines, *store, engine.line(recipe.vllm), memory_line])
+        return Plan(layout, [model_line, *data_lines, *store, engine.line(recipe.vllm, recipe.rollout), memory_line])
     # optimizer steps of the run; None where `run.epochs` decides, once the data is read
     if recipe.trainer == "rl":
         batch_lines, steps_per_batch = _rl_batch(recipe)
@@ -90,7 +90,7 @@ def check(
         *teachers,
         *data_lines,
         f"layout: {layout} = {many(world_size, 'rank')}",
-        engine.line(recipe.vllm),
+        engine.line(recipe.vllm, recipe.rollout),
         *experts,
         *batch_lines,
         *check_engines(recipe, world_size, ranks_per_node),

@@ -48,10 +48,11 @@ class EngineChoice:
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
 
-    def line(self, options: Vllm) -> str:
+    def line(self, options: Vllm, rollout: Rollout) -> str:
         """The choice for the plan, and which options of vLLM are not read with it."""
-        unread = sorted(options.model_fields_set) if self.name != "vllm" else ()
-        return f"engine: {self}" + (f"; left out: vllm.{', vllm.'.join(unread)}" if unread else "")
+        unread = [f"vllm.{name}" for name in sorted(options.model_fields_set)]
+        unread += ["rollout.reserve_gib"] if rollout.differs("reserve_gib") else []
+        return f"engine: {self}" + (f"; left out: {', '.join(unread)}" if unread and self.name != "vllm" else "")
 
 
 def unusable(model: ModelShape | None = None) -> str | None:
@@ -138,7 +139,7 @@ def check_vllm(
     if engine != "vllm":
         if rollout.cache_after_sync == "recompute" and not ENGINES[engine].recomputes:
             raise ConfigError(f"rollout.cache_after_sync: recompute is not for engine {engine}, which keeps them")
-        if rollout.differs("reserve_gib"):
+        if rollout.differs("reserve_gib") and rollout.engine != "auto":
             raise ConfigError(f"rollout.reserve_gib: does nothing with rollout.engine {engine}")
         if options.model_fields_set and rollout.engine != "auto":
             raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")

