@@ -42,7 +42,7 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
-from megatron_rft.plan.devices import DEVICES, GIB
+from megatron_rft.plan.devices import DEVICES, GIB, Device
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 
@@ -235,13 +235,7 @@ def reference(kinds: str, path: str) -> Iterator[Row]:
 # ---- speed and memory of an 8B model's layers
 
 MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, **EXPERTS}
-MIXTURE |= {
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 1,
-}
+MIXTURE |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 SCALE = 1 if LARGE else 32  # lengths are divided by it
 
 
@@ -270,32 +264,41 @@ def scaled(case: Case) -> Case:
     return dataclasses.replace(case, prompt=case.prompt // SCALE, response=case.response // SCALE)
 
 
+def sized(mixture: bool, fewer: int) -> tuple[Device, dict]:
+    """Return this device, and the model: a layer of the mixture, or `fewer` layers than fit by `plan`."""
+    name, unknown = torch.cuda.get_device_name() if GPU else "", dataclasses.replace(DEVICES["h100"], flops=math.nan)
+    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in name), unknown)
+    layers = 1 if mixture else depth(chip.usable) - fewer if LARGE else 2
+    model = QWEN3_8B | (MIXTURE if mixture else {}) | ({} if LARGE else SMALL)
+    return chip, model | {"num_hidden_layers": layers}
+
+
 def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     """Yield tokens/s, MFU by the data sheet and peak memory of forward and backward passes, and the optimizer's time.
     With Transformer Engine the model has two layers less than fit by `plan`, and recomputes none."""
-    name, unknown = torch.cuda.get_device_name() if GPU else "", dataclasses.replace(DEVICES["h100"], flops=math.nan)
-    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in name), unknown)
     fused = spec.has_transformer_engine()
+    chip, model = sized(bool(mixture), 2 * fused)
     cases = [case for case in CASES if not (fused and case.recompute)]
-    model = QWEN3_8B | {"num_hidden_layers": depth(chip.usable) - 2 * fused if LARGE else 2}
-    model |= (MIXTURE if mixture else {}) | ({} if LARGE else SMALL)
     s, precision = ModelShape(model), precision if GPU else "fp32"
     actor = slice_actor(model, precision)
     yield "layers", str(s.layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
-    # before all: the peaks are then those of a run, which has its moments
-    step = partial(actor.apply, learning_rate=1e-6)
-    times = [seconds(partial(step, actor.backward(*update_of(actor, scaled(cases[-1]))))) for _ in range(3)]
+    update = update_of(actor, scaled(cases[-1]))  # before all: the peaks are then those of a run, which has its moments
+    times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(3)]
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
     for case in map(scaled, cases):
-        plan = f"plan {memory(case, s).phases['training'] / GIB:.1f} GiB"
-        try:
-            taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
-        except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
-            broken.append(f"{case.name}: {error}")
-            yield f"{case.name}: peak memory", str(error).partition(". ")[0], plan
-            continue
-        for what, text in figures(case, s, chip, taken, peak).items():
-            yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
+        yield from passes(actor, case, s, chip)
+
+
+def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Row]:
+    plan = f"plan {memory(case, s).phases['training'] / GIB:.1f} GiB"
+    try:
+        taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
+    except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
+        broken.append(f"{case.name}: {error}")
+        yield f"{case.name}: peak memory", str(error).partition(". ")[0], plan
+        return
+    for what, text in figures(case, s, chip, taken, peak).items():
+        yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
 def offload() -> Iterator[Row]:
@@ -324,7 +327,7 @@ def engine_process() -> Iterator[Row]:
     """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
     a killed one."""
     config = qwen3("1.7b" if LARGE else "1m")
-    build, shapes = partial(HFEngine, config, torch.bfloat16, DEVICE), hf_shapes(config)
+    build = partial(HFEngine, config, torch.bfloat16, DEVICE)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(EngineProcess(build, "engine", Path(folder, "log"))) as engine,
@@ -332,20 +335,27 @@ def engine_process() -> Iterator[Row]:
         yield "transport", engine.transport, ""
         if GPU and engine.transport != "CUDA IPC":
             raise AssertionError(f"weights go by {engine.transport}, not by CUDA IPC")
-        taken = []
-        for version in range(3):
-            tensors = random_tensors(*shapes.values(), seed=version)
-            send = partial(weight_sync.send, list(zip(shapes, tensors, strict=True)), engine)
-            pushed = send(version, verify=True)  # RunFailed where a bit differs
-            taken.append(send(version)["sync/seconds"])
-        yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
-        copies, size = [torch.empty_like(tensor) for tensor in tensors], pushed["sync/bytes"] / 1e9
-        copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in zip(copies, tensors, strict=True)])
-        yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
+        yield from syncs(engine, hf_shapes(config))
         engine.process.kill()
         engine.start()
-        send(5, verify=True)
+        weight_sync.send(random_weights(hf_shapes(config), 5).items(), engine, 5, verify=True)
         yield "the same in the place of a killed process", engine.transport, ""
+
+
+def syncs(engine: EngineProcess, shapes: dict[str, tuple[int, ...]]) -> Iterator[Row]:
+    taken = []
+    for version in range(3):
+        tensors = random_weights(shapes, version)
+        pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
+        taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
+    yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
+    size, pairs = pushed["sync/bytes"] / 1e9, [(torch.empty_like(tensor), tensor) for tensor in tensors.values()]
+    copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in pairs])
+    yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    return dict(zip(shapes, random_tensors(*shapes.values(), seed=seed), strict=True))
 
 
 # ---- whole runs
@@ -366,7 +376,6 @@ def missing(name: str) -> str:
 
 def main(name: str, folder: str, function: str, *given: str) -> int:
     """Do a check. Returns the exit status."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if function == "run":
         importlib.import_module("megatron_rft.training")
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)

@@ -57,14 +57,10 @@ COMPILER += "nvidia-cuda-crt==13.0.* nvidia-cuda-cccl==13.0.* nvidia-nvvm==13.0.
 def pack(number: int, folder: Path, packages: bool = True) -> int:
     """Fill the folder of a call. Returns its bytes."""
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("megatron_rft", "examples/quickstart"):
+    for name in ("megatron_rft", "examples/quickstart", "tools/bench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "tools" / "bench").mkdir(parents=True)
-    for file in (
-        *ROOT.glob("tools/gpu_*"),
-        *(ROOT / "tools" / "bench" / f"{n}.py" for n in ("setups", "shared_prompts")),
-    ):
-        shutil.copy(file, folder / file.relative_to(ROOT))
+    for file in ROOT.glob("tools/gpu_*"):
+        shutil.copy(file, folder / "tools")
     if packages:
         with tempfile.TemporaryDirectory() as site:
             install(number, Path(site))
