@@ -32,9 +32,10 @@ run() { # exit status 5: the arguments choose none of the tests of this part
 }
 
 install_the_rest() {
+    timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here" & # of the distribution, beside those of pip
     (. tools/setup_env.sh cpu,test,site) || echo "no mkdocs here"
-    timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"
     timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"
+    wait
 }
 
 case "${1:-}" in
