@@ -109,7 +109,7 @@ class Sample:
     turns: list[tuple[int, int, float]] = field(default_factory=list)
     # (first, end, number) of the pieces of an episode's segments; -s: of the prompt of segment s. Empty: one segment
     segments: list[tuple[int, int, int]] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)  # small copies of the prompt's, as data URLs
+    images: list[str] = field(default_factory=list)  # small copies of the prompt's and turns', as data URLs
     omitted: int = 0  # number of tokens that were left out
     head: int = HEAD  # number of tokens before the omitted ones
 

@@ -110,7 +110,8 @@ class OnlineBatches(Batches):
             tracker.note(line)
         if sampler.refiner:
             metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
-        tracker.samples(step, lambda: shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer) + self.shown)
+        given = batch, updates, sampled.rollouts, sampler.tokenizer, self.run.models.actor.images
+        tracker.samples(step, lambda: shown_samples(*given) + self.shown)
         if not self.told_of_grader and metrics["reward/grader_errors"]:
             self.told_of_grader = True
             tracker.note(grader_errors(sampled.rollouts, step))
@@ -184,10 +185,12 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
 SHOWN_GROUPS = 2  # shown with their best and worst response
 
 
-def shown_samples(batch: Batch, updates: list[Update], rollouts: list[ScoredResponse], tokenizer: Any) -> list[Sample]:
-    """Samples from a step's batch with the models' outputs, and its updates."""
+def shown_samples(
+    batch: Batch, updates: list[Update], rollouts: list[ScoredResponse], tokenizer: Any, seen: Any = None
+) -> list[Sample]:
+    """Samples from a step's batch with the models' outputs, and its updates. `seen`: the actor's images."""
     batch = with_credit(batch, updates)
-    return [as_sample(batch.select(torch.tensor([row])), rollouts, tokenizer) for row in shown_rows(batch)]
+    return [as_sample(batch.select(torch.tensor([row])), rollouts, tokenizer, seen) for row in shown_rows(batch)]
 
 
 def with_credit(batch: Batch, updates: list[Update]) -> Batch:
@@ -214,14 +217,15 @@ def shown_rows(batch: Batch) -> list[int]:
     return picked
 
 
-def as_sample(one: Batch, rollouts: list[ScoredResponse], tokenizer: Any) -> Sample:
+def as_sample(one: Batch, rollouts: list[ScoredResponse], tokenizer: Any, seen: Any) -> Sample:
     """The sample of a batch of one sequence, one of `rollouts`."""
     ids, group = one.response_ids.tolist(), int(one.groups[0])
     siblings = (each for each in rollouts if each.prompt_index == group)
     rollout = next(each for each in siblings if np.array_equal(each.response.token_ids, ids))
-    turns, images = rollout.response.turns, rollout.prompt.images
+    turns, own, key = rollout.response.turns, rollout.prompt.images, rollout.response.images
+    images = seen.source.of(key) if seen and key is not None and key >= 0 else own  # also those of its turns
     return Sample(
-        prompt=rollout.prompt.text if images else tokenizer.decode(one.prompt_ids.tolist()),
+        prompt=rollout.prompt.text if own else tokenizer.decode(one.prompt_ids.tolist()),
         images=images.small() if images else [],
         tokens=token_texts(tokenizer, ids),
         reward=rollout.score.reward,

@@ -16,6 +16,8 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rft.commands.main import main
 from megatron_rft.plan.vllm import unusable
+from megatron_rft.tracking.metrics import SAMPLES_FILE
+from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
 from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
 from tests.integration.tiny import start as start_run
@@ -287,13 +289,17 @@ STOP = [*"abcdefghijklmnopqrstuvwxyzABCD"]
 
 @pytest.mark.slow
 @WITHOUT_VLLM
-def test_vllm_reads_images_between_turns(made, tmp_path):
+@pytest.mark.parametrize("placement", ["colocated", "process", "server"])
+def test_vllm_reads_images_between_turns(made, tmp_path, placement):
     given, _ = BESIDE["environment"]
     status, output = train(
         EXAMPLE / "grpo.yaml",
         *options(made, tmp_path / "run", *[each.replace("MADE", str(made)) for each in given], *VLLM),
+        f"rollout.placement={placement}",
     )
     assert status == 0, output[-3000:]
+    samples = [each for line in read_json_lines(tmp_path / "run" / SAMPLES_FILE) for each in line["samples"]]
+    assert any(len(each["images"]) == len(each["turns"]) > 1 for each in samples), "row's and turns'"
     lines = [line for line in metrics(tmp_path / "run") if line["step"]]
     assert len(lines) == 4 and all(line["environment/turns_mean"] > 1 for line in lines)
     assert max(line["mismatch/kl"] for line in lines) < 1e-9

@@ -1,6 +1,7 @@
 import base64
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,3 +78,12 @@ def test_a_sample_shows_small_copies_of_the_images_and_the_prompts_text():
     small = Image.open(io.BytesIO(base64.b64decode(content)))
     assert (kind, small.size, shown.prompt) == ("data:image/jpeg", (160, 80), "ask")
     assert small.getpixel((80, 40))[0] > 240
+
+
+def test_a_sample_shows_the_images_that_its_turns_showed():
+    Image.new("RGB", (40, 20), "blue").save(file := io.BytesIO(), "PNG")
+    both = Pictures(("", ""), ((1, 4, 4),) * 2, (file.getvalue(),) * 2, None)
+    sampled = [replace(each, response=replace(each.response, images=9)) for each in rollouts((0.0, 1.0))]
+    seen = SimpleNamespace(source=SimpleNamespace(of={9: both}.get))
+    shown = shown_samples(to_batch(sampled), [], sampled, Bytes(), seen)[0]
+    assert len(shown.images) == 2 and shown_samples(to_batch(sampled), [], sampled, Bytes())[0].images == []
