@@ -21,6 +21,7 @@ from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
 from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
 from tests.integration.tiny import start as start_run
+from tests.unit.environments.test_images import AGENT
 
 EXAMPLE = ROOT / "examples/vision"
 AGAIN = """
@@ -46,6 +47,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
     (folder / "odd.py").write_text("def odd(prompt, text):\n    return float(len(text) % 2)\n")
     (folder / "again.py").write_text(AGAIN)
+    (folder / "agent.py").write_text(AGENT)
     (folder / "refine.txt").write_text("{question}\n{response}\n")
     subprocess.run([sys.executable, EXAMPLE / "make.py", folder], check=True, cwd=ROOT)
     return folder
@@ -160,6 +162,14 @@ BESIDE = {  # options, and a metric of each step that shows their effect
         ],
         "environment/tokens_share",
     ),
+    "program": (
+        [
+            f"environment={{kind: program, command: [{sys.executable}, MADE/agent.py], max_turns: 9, processes: 1}}",
+            f"rollout.stop=[{', '.join('abcdefghijklmnopqrstuvwxyzABCD')}]",
+            "rollout.max_response_tokens=96",
+        ],
+        "environment/segments_mean",
+    ),
 }
 
 
@@ -176,7 +186,7 @@ def test_what_goes_with_images(made, start, tmp_path, name):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert all(torch.allclose(whole[name], two[name], atol=1e-4) for name in whole)
     assert max(line.get(metric, 0) for line in metrics(tmp_path / "whole")) > 0
-    if name == "environment":
+    if name in ("environment", "program"):
         lines = [line for out in ("whole", "two") for line in metrics(tmp_path / out) if line["step"]]
         assert all(line["environment/turns_mean"] > 1 and line["mismatch/kl"] < 1e-9 for line in lines)
         albums = [path.name for path in (tmp_path / "whole/environment/images").iterdir()]
