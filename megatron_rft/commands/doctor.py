@@ -10,11 +10,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_rft.plan.vllm import choose, unusable
-from megatron_rft.utils.device import (
-    GPU_ENVIRONMENT,
-    TRANSFORMER_ENGINE_INSTALL,
-    has_fused_attention,
-)
+from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_fused_attention
 from megatron_rft.utils.errors import FINISHED, USER_ERROR, ConfigError
 
 TRAINING = ("torch", "megatron-core", "psutil", "transformers", "huggingface_hub", "safetensors", "numpy")

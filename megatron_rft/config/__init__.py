@@ -5,13 +5,4 @@ from megatron_rft.config.loading import dump, load, load_saved
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.resume import difference
 from megatron_rft.config.rewards import RewardOptions
-from megatron_rft.config.sections import (
-    Batching,
-    Data,
-    Faults,
-    Megatron,
-    Model,
-    Optimizer,
-    Rollout,
-    Source,
-)
+from megatron_rft.config.sections import Batching, Data, Faults, Megatron, Model, Optimizer, Rollout, Source

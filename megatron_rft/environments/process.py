@@ -83,9 +83,4 @@ def shown(prompt: Prompt) -> dict[str, Any]:
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """A problem as a program and its score see it."""
-    return {
-        **prompt.fields,
-        "index": prompt.index,
-        "question": prompt.question or prompt.text,
-        "answer": prompt.answer,
-    }
+    return {**prompt.fields, "index": prompt.index, "question": prompt.question or prompt.text, "answer": prompt.answer}

@@ -326,11 +326,7 @@ class Actor:
         return zlib.crc32(batch.response_ids.numpy().tobytes(), zlib.crc32(facts))
 
     def apply(
-        self,
-        computed: dict[str, float],
-        learning_rate: float | None = None,
-        moments: str = "own",
-        scale: float = 1.0,
+        self, computed: dict[str, float], learning_rate: float | None = None, moments: str = "own", scale: float = 1.0
     ) -> dict[str, float]:
         """Make one optimizer step with the gradient of `backward`, which returned `computed`; only forward passes came
         since. `learning_rate`: instead of the schedule's next rate. `scale`: positive factor of loss and gradient. It

@@ -266,12 +266,7 @@ class Checkpointer:
 
 
 def _write(
-    parent: int,
-    write: Callable[..., None] | None,
-    own: Callable[[], None],
-    folder: Path,
-    rank: int,
-    *arguments: Any,
+    parent: int, write: Callable[..., None] | None, own: Callable[[], None], folder: Path, rank: int, *arguments: Any
 ) -> None:
     """Runs in the forked writer: the rank's own part of the optimizer's state, megatron's function, and then the
     digests of what they have written."""

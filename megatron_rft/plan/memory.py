@@ -80,13 +80,7 @@ def numbers(optimizer: dict[str, Any], *names: str) -> int:
 
 
 def buffers(
-    lora: Lora | None,
-    model: Model,
-    extra: dict[str, Any],
-    s: ModelShape,
-    layout: Layout,
-    stage: int,
-    value_head: bool,
+    lora: Lora | None, model: Model, extra: dict[str, Any], s: ModelShape, layout: Layout, stage: int, value_head: bool
 ) -> Iterator[tuple[int, int, list, int]]:
     """Yield (parameters, ranks that share them, buckets, parameters of the largest tensor) of each buffer of gradients
     on a rank of the pipeline stage.

@@ -67,12 +67,7 @@ def rendezvous(host: str, size: int, timeout_s: float, port: int | None = None) 
 
 
 def connect(
-    store: dist.TCPStore,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    device: torch.device | None = None,
-    secret: str = "",
+    store: dist.TCPStore, rank: int, size: int, timeout_s: float, device: torch.device | None = None, secret: str = ""
 ) -> Link:
     """Connect to the other `size` - 1 processes. Raises RuntimeError if they do not join in time.
 
