@@ -26,6 +26,7 @@ from examples.grids.collect import mean, results
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.runs import RecordedRun, read
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import read_json
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
 SIDES = (("correct", "-"), ("incorrect", "--"))
@@ -74,10 +75,11 @@ def _looks_ahead(algorithm: dict) -> frozenset[str]:
 
 
 def _tested(run: RecordedRun) -> tuple[float, float] | None:
-    results = run.evaluated("test")
-    if len(results) < 2:  # only the start was tested
+    found = [read_json(path) for path in sorted(run.folder.glob("evaluation/test_step_*/results.json"))]
+    whole = [each[0] for each in found if each]
+    if len(whole) < 2:  # only the start was tested
         return None
-    return results[-1][1]["pass_at_1"], results[-1][1]["standard_error"]
+    return whole[-1]["pass_at_1"], whole[-1]["standard_error"]
 
 
 def _average(run: RecordedRun) -> tuple[float, float] | None:
