@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,11 @@ SHARED = ".shared_memory"  # files with paths, one a line
 def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` at the end, unless the block raised.
 
-    Creates the folder. Several processes may replace one path at the same time. `sync` flushes to the disk first, so
-    that the content survives a crash of the machine.
+    Creates the folder. Several threads and processes may replace one path at the same time. `sync` flushes to the
+    disk first, so that the content survives a crash of the machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new = path.with_name(f"{path.name}.{threading.get_native_id()}.new")
     yield new
     if sync:
         flush(new)

@@ -1,12 +1,14 @@
-"""Temporary folders that outlive no process."""
+"""Temporary folders that outlive no process, and files that several threads write."""
 
 import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
-from megatron_rft.utils.files import read_json, record_shared_memory, temporary_folder
+from megatron_rft.utils.files import read_json, record_shared_memory, replacing, temporary_folder
 
 HOLD = """
 from megatron_rft.utils.files import temporary_folder
@@ -52,3 +54,17 @@ def test_json_that_is_absent_or_broken_has_no_value(tmp_path):
     assert read_json(path) is None
     path.write_text('{"still": true}')
     assert read_json(path) == {"still": True}
+
+
+def test_threads_write_one_file_at_the_same_time(tmp_path):
+    """As episodes do that show the same image."""
+    both = Barrier(2)
+
+    def write(text: str) -> None:
+        with replacing(tmp_path / "file") as new:
+            new.write_text(text)
+            both.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, ("one", "two")))
+    assert (tmp_path / "file").read_text() in ("one", "two") and len(list(tmp_path.iterdir())) == 1
