@@ -65,8 +65,8 @@ class SeeingModel(GPTModel):
     def _embed(self, ids: Tensor, seen: Seen | None) -> Tensor:
         """[T, 1, H], or this rank's part of T with sequence parallelism: embeddings, and features of images."""
         words = self.embedding(input_ids=ids, position_ids=None)
-        trained = any(each.requires_grad for each in self.visual.parameters())
-        trains = trained and self.training and torch.is_grad_enabled()
+        learns = self.training and torch.is_grad_enabled()
+        trains = learns and any(each.requires_grad for each in self.visual.parameters())
         if seen is None and not trains:
             return words
         pixels, grids = self._blank() if seen is None else (seen.pixels, seen.grids)

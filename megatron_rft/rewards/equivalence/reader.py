@@ -195,12 +195,7 @@ class Reader:
 
     def joined(self) -> Tree:
         """A formula, a ratio, or a union of intervals."""
-        first = self.sum()
-        return self.joined_to(first) if self.next in (":", "to", '"to', r"\cup", r"\setminus") else first
-
-    def joined_to(self, first: Tree) -> Tree:
-        """What follows the first part of a ratio or a union."""
-        parts = [first]
+        parts = [self.sum()]
         if self.has(":", "to", '"to'):
             last = self.sum()
             return ("unit", ("f", ":", *parts, last[1]), last[2]) if last[0] == "unit" else ("f", ":", *parts, last)
