@@ -30,6 +30,7 @@ from megatron_rft.records import Batch, Prompt, Score
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import ScoredResponse, packed, to_batch
 from tests.families import FAMILIES as ALL
+from tests.families import NARROW, TOWERS, seeing
 from tests.parity.family_cases import KEYS, RECOMPUTE, Weighted, possible, relative
 from tests.parity.gradient_cases import OPTIMIZER, SHAPE
 from tests.parity.hf_cases import own_tensors
@@ -39,6 +40,9 @@ FAMILIES = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1], architectures=["Qwen3MoeForCausalLM"]),
     "glm4_moe": type(ALL["glm4_moe"])(
         **ALL["glm4_moe"].to_dict() | dict(n_group=1, topk_group=1, num_experts_per_tok=3)
+    ),
+    "qwen3_vl_moe": seeing(
+        "qwen3_vl_moe", NARROW["qwen3_vl_moe"] | dict(num_experts_per_tok=3), TOWERS["qwen3_vl_moe"]
     ),
 }
 LAYOUTS = {  # by the number of ranks; without a layout all ranks are data-parallel
