@@ -77,6 +77,18 @@ def test_d_is_eq_6(batch, how):
     assert metric.total.item() / counted[metric.per] == pytest.approx(all_terms / 9, rel=1e-5)
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2, 5])
+def test_the_cross_entropy_of_a_step_is_that_of_all_refined_tokens(batch, mini_batches):
+    """However many optimizer steps the two groups make: five mini-batches of two groups are two."""
+    update = policy(dynamic(made("grpo", mini_batches=mini_batches), eta=0.25), batch)
+    values = []
+    for mini_batch in update.steps():
+        out = {name: value.detach().fill_(-0.5) for name, value in outputs(mini_batch).items()}
+        metric = update.loss(out, mini_batch).metrics["constraint/cross_entropy"]
+        values.append(metric.total.item() / update.counts(mini_batch)[metric.per])
+    assert sum(values) / len(values) == pytest.approx(0.5)
+
+
 def test_lengths_shorter_longer_equal_and_the_same(batch):
     assert constrained_lens(batch).tolist() == [2, 0, 4, 1, 2, 0]
     found = pairs(batch)

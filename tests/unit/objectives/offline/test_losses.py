@@ -210,6 +210,18 @@ def test_single_trajectories_by_hand():
     assert loss_of(made("rft"), right, {"logprobs": logprobs[:1]}) == pytest.approx(math.log(2))
 
 
+def test_a_trajectory_without_a_trained_token_moves_no_loss():
+    """Nor KTO's z0, which is a mean over the trajectories that are trained."""
+    batch, logprobs = simple([1.0, -1.0, 1.0], [math.log(0.5), math.log(0.25), math.log(0.125)])
+    refs = torch.tensor([1 / 6, 1 / 4, 1 / 2]).double().log()
+    masked = batch.with_tokens(ref_logprobs=refs, old_logprobs=logprobs, response_mask=torch.tensor([1.0, 1.0, 0.0]))
+    kept = masked.select(torch.tensor([0, 1]))
+    for method in (made("kto", beta=1.0), made("fpa"), made("off_rl")):
+        outputs = {"logprobs": logprobs, "extrapolated_logprobs": logprobs, "forward_kl": logprobs}
+        cut = {name: values[:2] for name, values in outputs.items()}
+        assert loss_of(method, masked, outputs) == pytest.approx(loss_of(method, kept, cut)), method
+
+
 def test_optimal_values_by_hand():
     """beta 1: log((e + 1/e) / 2) with one right of two, +1 and -1 where all are. Small beta: the best reward."""
     rewards, groups = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0]), torch.tensor([3, 3, 5, 5, 8])
