@@ -1,9 +1,9 @@
 """The checks of gpu_kit.py: each yields rows of (what, found, bound or floor).
 
-    python tools/gpu_checks.py NAME FOLDER FUNCTION [ARGUMENT ...]     imports, waits for a line, prints rows as JSON
+    python tools/gpu_checks.py FUNCTION [ARGUMENT ...] NAME FOLDER     imports, waits for a line, prints rows as JSON
 
-gpu_kit.py starts it. Exit status 77: something that the check needs is not here. Runs have their folders in FOLDER.
-What compares with the CPU computes there in fp32, in a process of its own from which the GPU is hidden.
+gpu_kit.py starts it. Exit status 77: something that the check needs is not here. A run has its folder in FOLDER. What
+compares with the CPU computes there in fp32, in a process of its own from which the GPU is hidden.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,12 @@ from pathlib import Path
 
 import psutil
 import torch
-from gpu_predictions import CASES, GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, SMALL, Case, depth, figures, memory
-from setups import ADAMW, arithmetic, qwen3
+from gpu_predictions import GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, WIDTHS, Case, cases, depth
+from setups import actor_of, arithmetic, qwen3
 from shared_prompts import batch_of
 from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.__main__ import main as megatron_rft_command
-from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference import weight_sync
@@ -48,8 +46,9 @@ from megatron_rft.records import Batch
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
-LARGE = GPU and "PRETEND_LIBRARY" not in os.environ  # elsewhere, also on tools/cuda_without_gpu, everything is small
-DEVICE = torch.device("cuda" if GPU else "cpu")
+PRETENDED = "PRETEND_LIBRARY" in os.environ  # tools/cuda_without_gpu
+LARGE = GPU and not PRETENDED  # elsewhere everything is small
+DEVICE, CHIP = torch.device("cuda" if GPU else "cpu"), torch.cuda.get_device_name() if GPU else ""
 MISSING = 77  # exit status
 Row = tuple[str, str, str]  # what, found, beside what
 broken: list[str] = []  # what did not hold in this check, which goes on to its end
@@ -88,11 +87,10 @@ def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
 
 
 def ceilings() -> Iterator[Row]:
-    """Yield versions, and the rates of a matrix product and of copies: on the device, to and from pinned memory."""
-    yield "python", platform.python_version(), ""
+    """Yield the rates of a matrix product and of copies: on the device, to and from pinned memory."""
     if GPU:
-        about = torch.cuda.get_device_properties(0)
-        yield "device", about.name, f"{about.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        memory = torch.cuda.get_device_properties(0).total_memory
+        yield "device", CHIP, f"{memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
     a, b = random_tensors((size, size), (size, size), dtype=dtype)
     yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
@@ -118,14 +116,13 @@ def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tenso
 def logprobs_in_float64() -> Iterator[Row]:
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 6e-2)):
         hidden, weight, targets = logprob_arguments(dtype, 256)
-        found = logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight))
-        worst, wide = [0.0, 0.0], weight.double().t()
+        found = torch.stack(logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight)))
+        worst, wide = torch.zeros(2, device=DEVICE), weight.double().t()
         for part in torch.arange(len(hidden), device=DEVICE).split(512):
             full = (hidden[part].double() @ wide).log_softmax(-1)
-            true = full.gather(1, targets[part, None])[:, 0], -(full.exp() * full).sum(-1)
-            differences = [(f[part] - t).abs().max().item() for f, t in zip(found, true, strict=True)]
-            worst = [max(pair) for pair in zip(worst, differences, strict=True)]
-        for name, value in zip(("log-prob", "entropy"), worst, strict=True):
+            true = torch.stack([full.gather(1, targets[part, None])[:, 0], -(full.exp() * full).sum(-1)])
+            worst = worst.maximum((found[:, part] - true).abs().amax(1))
+        for name, value in zip(("log-prob", "entropy"), worst.tolist(), strict=True):
             yield bound(value, limit, f"{name}, {dtype}, T={len(hidden)} V={len(weight)}, largest difference")
 
 
@@ -151,18 +148,13 @@ def logprob_speed() -> Iterator[Row]:
 CPU = "the CPU in fp32"
 PARITY = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp8": (3e-2, 4e-1)}  # loss, gradient
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-
-
-def config_of(kind: str) -> PretrainedConfig:
-    dense = qwen3("1m", initializer_range=0.1)
-    if kind in ("dense", "shared prompts"):
-        return dense
-    names = ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id", "initializer_range")
-    sizes = {name: getattr(dense, name) for name in names}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2}
-    if kind == "mixture":
-        return Qwen3MoeConfig(**sizes, **EXPERTS)
-    return GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, sliding_window=32)
+SIZES = dict(zip(WIDTHS, (512, 128, 128, 4, 2, 64), strict=True)) | {"num_hidden_layers": 2, "initializer_range": 0.1}
+MODELS = {
+    "dense": qwen3("1m", initializer_range=0.1),
+    "shared prompts": qwen3("1m", initializer_range=0.1),
+    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "gpt-oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=32),
+}
 
 
 def sequences(shared: bool) -> Batch:
@@ -172,23 +164,15 @@ def sequences(shared: bool) -> Batch:
     return Batch.of([texts[i // 4 * 4 if shared else i][:32] for i in range(16)], [ids[32:] for ids in texts])
 
 
-def make_actor(config: PretrainedConfig, precision: str, tokens: int, lookup: Callable[[str], torch.Tensor]) -> Actor:
-    if not torch.distributed.is_initialized():
-        parallel.initialize(Megatron())
-    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
-        os.environ.pop(f"NVTE_{kernel}_ATTN", None)
-    pretended = "PRETEND_LIBRARY" in os.environ and spec.has_transformer_engine()  # cuDNN crashes there
-    megatron = Megatron(attention_backend="unfused" if pretended else "auto")
-    optimizer = ADAMW | {"use_distributed_optimizer": True}
-    actor = Actor(config, megatron, Batching(micro_batch_tokens=tokens), precision, optimizer=optimizer)
-    actor.load(lookup)
-    return actor
+def make_actor(config: PretrainedConfig, lookup: Callable[[str], torch.Tensor], precision: str, tokens: int) -> Actor:
+    backend = "unfused" if PRETENDED and spec.has_transformer_engine() else "auto"  # cuDNN crashes there
+    return actor_of(config, lookup, precision, tokens, megatron={"attention_backend": backend})
 
 
 def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
     """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
-    config, batch = config_of(kind), sequences(kind == "shared prompts")
-    actor = make_actor(config, precision, 4096, weights.random_tensors(config, 0))
+    config, batch = MODELS[kind], sequences(kind == "shared prompts")
+    actor = make_actor(config, weights.random_tensors(config, 0), precision, 4096)
     loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
     with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
         found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
@@ -197,24 +181,22 @@ def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
 
 def distance(found: dict, expected: dict) -> dict[str, float]:
     """Return relative differences: of the loss, of all gradients together, and of the tensor where it is largest."""
-    sizes = {name: expected[name].norm() for name in expected if name != "loss" and expected[name].any()}
+    sizes = {name: tensor.norm() for name, tensor in expected.items() if tensor.any()}
     apart = {name: (found[name] - expected[name]).norm() for name in sizes}
-    return {
-        "loss": ((found["loss"] - expected["loss"]).abs() / expected["loss"]).item(),
-        "gradient": (torch.stack([*apart.values()]).norm() / torch.stack([*sizes.values()]).norm()).item(),
-        "worst gradient": max((apart[name] / sizes[name]).item() for name in sizes),
-    }
+    loss = apart.pop("loss") / sizes.pop("loss")
+    whole = torch.stack([*apart.values()]).norm() / torch.stack([*sizes.values()]).norm()
+    worst = max(apart[name] / sizes[name] for name in sizes)
+    return {"loss": loss.item(), "gradient": whole.item(), "worst gradient": worst.item()}
 
 
 def parity(kinds: str, precisions: str) -> Iterator[Row]:
     """Compare with the CPU in fp32, and FP8 with bf16. Of a mixture in less than fp32 only the loss is bounded: where
     rounding sends a token to another expert, gradients differ."""
     with tempfile.NamedTemporaryFile() as file:
-        command, hidden = (
-            [sys.executable, __file__, "", "", "reference", kinds, file.name],
-            {"CUDA_VISIBLE_DEVICES": ""},
-        )
-        cpu = subprocess.Popen(command, env=os.environ | hidden, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        command = [sys.executable, __file__, "reference", kinds, file.name, "CPU", ""]
+        hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        cpu = subprocess.Popen(command, env=hidden, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        print("begin", file=cpu.stdin, flush=True)
         found = {each: {kind: gradients(kind, each) for kind in kinds.split("/")} for each in precisions.split("/")}
         if cpu.wait():
             raise RuntimeError("the CPU reference failed, see above")
@@ -236,7 +218,8 @@ def reference(kinds: str, path: str) -> Iterator[Row]:
 
 MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, **EXPERTS}
 MIXTURE |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-SCALE = 1 if LARGE else 32  # lengths are divided by it
+SMALL = {} if LARGE else dict(zip(WIDTHS, (512, 64, 128, 4, 2, 16), strict=True))
+SHORTER = 1 if LARGE else 32  # lengths are divided by it
 
 
 def slice_actor(model: dict, precision: str) -> Actor:
@@ -247,7 +230,7 @@ def slice_actor(model: dict, precision: str) -> Actor:
         tensor = torch.randn(shapes[name], generator=generator, device=DEVICE, dtype=torch.bfloat16)
         return tensor * 0.02 if tensor.dim() > 1 else torch.ones_like(tensor)
 
-    return make_actor(config, precision, MICRO_BATCH // SCALE, lookup)
+    return make_actor(config, lookup, precision, MICRO_BATCH // SHORTER)
 
 
 def update_of(actor: Actor, case: Case) -> tuple[Batch, Callable, dict]:
@@ -260,51 +243,41 @@ def update_of(actor: Actor, case: Case) -> tuple[Batch, Callable, dict]:
     return batch, SFT(Options()).loss, counts(batch)
 
 
-def scaled(case: Case) -> Case:
-    return dataclasses.replace(case, prompt=case.prompt // SCALE, response=case.response // SCALE)
-
-
-def sized(mixture: bool, fewer: int) -> tuple[Device, dict]:
-    """Return this device, and the model: a layer of the mixture, or `fewer` layers than fit by `plan`."""
-    name, unknown = torch.cuda.get_device_name() if GPU else "", dataclasses.replace(DEVICES["h100"], flops=math.nan)
-    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in name), unknown)
-    layers = 1 if mixture else depth(chip.usable) - fewer if LARGE else 2
-    model = QWEN3_8B | (MIXTURE if mixture else {}) | ({} if LARGE else SMALL)
-    return chip, model | {"num_hidden_layers": layers}
-
-
 def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     """Yield tokens/s, MFU by the data sheet and peak memory of forward and backward passes, and the optimizer's time.
-    With Transformer Engine the model has two layers less than fit by `plan`, and recomputes none."""
-    fused = spec.has_transformer_engine()
-    chip, model = sized(bool(mixture), 2 * fused)
-    cases = [case for case in CASES if not (fused and case.recompute)]
-    s, precision = ModelShape(model), precision if GPU else "fp32"
-    actor = slice_actor(model, precision)
-    yield "layers", str(s.layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
-    update = update_of(actor, scaled(cases[-1]))  # before all: the peaks are then those of a run, which has its moments
+    The model has as many layers as fit by `plan`, with Transformer Engine two less and no recomputation, or one layer
+    of a mixture."""
+    fused, precision = spec.has_transformer_engine(), precision if GPU else "fp32"
+    unknown = dataclasses.replace(DEVICES["h100"], flops=math.nan)
+    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in CHIP), unknown)
+    layers = 1 if mixture else depth(chip.usable) - 2 * fused if LARGE else 2
+    model = QWEN3_8B | (MIXTURE if mixture else {}) | SMALL | {"num_hidden_layers": layers}
+    actor, s = slice_actor(model, precision), ModelShape(model)
+    yield "layers", str(layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
+    chosen = [case for case in cases(SHORTER) if not (fused and case.recompute)]
+    update = update_of(actor, chosen[-1])  # before all: the peaks are then those of a run, which has its moments
     times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(3)]
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
-    for case in map(scaled, cases):
+    for case in chosen:
         yield from passes(actor, case, s, chip)
 
 
 def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Row]:
-    plan = f"plan {memory(case, s).phases['training'] / GIB:.1f} GiB"
+    plan = f"plan {case.memory(s).phases['training'] / GIB:.1f} GiB"
     try:
         taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
     except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
-        broken.append(f"{case.name}: {error}")
-        yield f"{case.name}: peak memory", str(error).partition(". ")[0], plan
+        broken.append(f"{case}: {error}")
+        yield f"{case}: peak memory", str(error).partition(". ")[0], plan
         return
-    for what, text in figures(case, s, chip, taken, peak).items():
+    for what, text in case.figures(s, chip, taken, peak).items():
         yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
 def offload() -> Iterator[Row]:
     """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
-    actor = slice_actor(QWEN3_8B | {"num_hidden_layers": 4} | ({} if LARGE else SMALL), "bf16")
-    step = partial(actor.step, *update_of(actor, scaled(CASES[0])), learning_rate=1e-6)
+    actor = slice_actor(QWEN3_8B | SMALL | {"num_hidden_layers": 4}, "bf16")
+    step = partial(actor.step, *update_of(actor, cases(SHORTER)[0]), learning_rate=1e-6)
     step()
     state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
     for number in ("first", "second"):
@@ -326,68 +299,53 @@ def offload() -> Iterator[Row]:
 def engine_process() -> Iterator[Row]:
     """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
     a killed one."""
-    config = qwen3("1.7b" if LARGE else "1m")
-    build = partial(HFEngine, config, torch.bfloat16, DEVICE)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(EngineProcess(build, "engine", Path(folder, "log"))) as engine,
-    ):
+    config, taken = qwen3("1.7b" if LARGE else "1m"), []
+    build, shapes = partial(HFEngine, config, torch.bfloat16, DEVICE), hf_shapes(config)
+    with tempfile.NamedTemporaryFile() as log, closing(EngineProcess(build, "engine", Path(log.name))) as engine:
         yield "transport", engine.transport, ""
         if GPU and engine.transport != "CUDA IPC":
             raise AssertionError(f"weights go by {engine.transport}, not by CUDA IPC")
-        yield from syncs(engine, hf_shapes(config))
+        for version in range(3):
+            tensors = dict(zip(shapes, random_tensors(*shapes.values(), seed=version), strict=True))
+            pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
+            taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
+        yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
+        size, pairs = pushed["sync/bytes"] / 1e9, [(torch.empty_like(tensor), tensor) for tensor in tensors.values()]
+        copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in pairs])
+        yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
         engine.process.kill()
         engine.start()
-        weight_sync.send(random_weights(hf_shapes(config), 5).items(), engine, 5, verify=True)
+        weight_sync.send(tensors.items(), engine, 3, verify=True)
         yield "the same in the place of a killed process", engine.transport, ""
-
-
-def syncs(engine: EngineProcess, shapes: dict[str, tuple[int, ...]]) -> Iterator[Row]:
-    taken = []
-    for version in range(3):
-        tensors = random_weights(shapes, version)
-        pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
-        taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
-    yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
-    size, pairs = pushed["sync/bytes"] / 1e9, [(torch.empty_like(tensor), tensor) for tensor in tensors.values()]
-    copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in pairs])
-    yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
-
-
-def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    return dict(zip(shapes, random_tensors(*shapes.values(), seed=seed), strict=True))
 
 
 # ---- whole runs
 
 
-def arguments(name: str, folder: str, recipe: str) -> list[str]:
+def arguments(recipe: str, name: str, folder: str) -> list[str]:
     """Return those of `megatron-rft` for a run of the quickstart."""
     recipe, *options = recipe.replace("FOLDER", folder).split()
     output = f"run.output_dir={folder}/{name.replace(' ', '_')}"
     return ["train", str(ROOT / "examples" / "quickstart" / recipe), output, "data.test=null", *options]
 
 
-def missing(name: str) -> str:
-    if name.startswith("TE: ") and not spec.has_transformer_engine():
-        return "no GPU is here, or transformer_engine is not installed"
-    return "vllm is not installed" if name.startswith("vLLM ") and not importlib.util.find_spec("vllm") else ""
-
-
-def main(name: str, folder: str, function: str, *given: str) -> int:
+def main(function: str, *given: str) -> int:
     """Do a check. Returns the exit status."""
+    *given, name, folder = given
     if function == "run":
         importlib.import_module("megatron_rft.training")
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
-    sys.stdin.readline()  # gpu_kit.py lets a check import before its turn
-    if why := missing(name):
-        print(why, flush=True)
+    if not sys.stdin.readline():  # the check imports before its turn
+        return 1  # which never comes: the call was killed
+    library = name.split()[0].strip(":")
+    if not {"TE": spec.has_transformer_engine(), "vLLM": importlib.util.find_spec("vllm")}.get(library, True):
+        print(f"{library} is not installed, or no GPU is here")
         return MISSING
     if name == "warm start":
         arithmetic.write_model_folder(f"{folder}/model")
     if function == "run":
-        return megatron_rft_command(arguments(name, folder, *given))
-    if not name.startswith("TE: "):
+        return megatron_rft_command(arguments(*given, name, folder))
+    if library != "TE":
         spec.has_transformer_engine = lambda: False  # torch's layers even where it is installed
     for row in globals()[function](*given):
         print(json.dumps(row), flush=True)  # of a check that is killed this is all

@@ -11,10 +11,10 @@ does not stop the next. A call ends 30 s before its limit. Without a GPU the che
 """
 
 import argparse
+import compileall
 import contextlib
 import datetime
 import json
-import lzma
 import os
 import shutil
 import signal
@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -41,20 +40,6 @@ LONGEST = 40  # rows of a check that the page has in full, of others the first a
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 VERSIONS = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "pydantic", "triton")
 METRICS = ("policy/loss", "policy/grad_norm", "reward/mean", "mismatch/kl", "speculation/accepted", "memory/peak_gib")
-
-
-class Check(NamedTuple):
-    """A process of Python: `script`, the check's name, the call's folder, `arguments`. It waits for a line before its
-    work, so that it can import ahead of its turn."""
-
-    name: str
-    budget: float  # seconds
-    arguments: tuple[str, ...] = ()
-    script: tuple[str, ...] = ("tools/gpu_checks.py",)
-
-    def file(self, folder: Path, end: str = "") -> Path:
-        return folder / (self.name.replace(" ", "_") + end)
-
 
 TRAINED = "pipo.yaml model.path=FOLDER/warm_start/export run.steps=5 evaluation.every=null data.validation=null "
 GRPO = TRAINED + "rollout.engine=hf "
@@ -100,56 +85,58 @@ CALLS = {
         "vLLM fp8_per_block weights": (300, "run", ROUNDED + "vllm.quantization=fp8_per_block"),
     },
 }
+Checks = dict[str, tuple[float, list[str]]]  # by name: seconds, arguments of Python without the name and the folder
 
 
 # ---- a call
 
 
-def call(checks: list[Check], results: Path, limit: float, archive: Path) -> bool:
+def call(checks: Checks, results: Path, limit: float, archive: Path) -> bool:
     """Run the checks within `limit` seconds; what one left of its budget the next may use. Returns whether none
     failed."""
-    end, passed, started = time.monotonic() + limit - RESERVE, True, {}
+    end, names, budgets = time.monotonic() + limit - RESERVE, [*checks], [budget for budget, _ in checks.values()]
+    passed, started = True, {}
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
         environment = unpack(archive, Path(folder, "site"))
         about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu(), "versions": versions()}
         about |= {"command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
-        for number, check in enumerate(checks):
-            for near in checks[number : number + 1 + AHEAD]:
-                if near.name not in started:
-                    started[near.name] = start(near, Path(folder), environment)
-            left, later = end - time.monotonic(), sum(other.budget for other in checks[number + 1 :])
-            record = run(check, started[check.name], Path(folder), max(min(check.budget, left), left - later))
+        for number, name in enumerate(names):
+            for near in names[len(started) : number + 1 + AHEAD]:
+                started[near] = start([*checks[near][1], near, folder], log_of(folder, near), environment)
+            left = end - time.monotonic()
+            seconds = max(min(budgets[number], left), left - sum(budgets[number + 1 :]))
+            record = run(started[name], log_of(folder, name), seconds)
             passed &= record["status"].startswith(("passed", "not run: "))
-            write(results, {"check": check.name} | record | about)
+            write(results, {"check": name} | record | about)
     return passed
 
 
 def unpack(archive: Path, site: Path) -> dict[str, str]:
-    """Unpack the packages that were carried. Returns the environment of the checks."""
-    try:
+    """Unpack the packages that were carried, if there are some. Returns the environment of the checks."""
+    if archive.exists():
         with tarfile.open(archive) as tar:
             tar.extractall(site, filter="data")
-        folders = (str(folder) for folder in (site, ROOT / "megatron_rft", ROOT / "tools"))
-        command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
-        print(f"no packed packages: the checks run with what is there ({error})", flush=True)
-        shutil.rmtree(site, ignore_errors=True)
+        for each in (site, ROOT / "megatron_rft", ROOT / "tools"):
+            compileall.compile_dir(each, quiet=2, workers=0)
     sys.path.insert(0, str(site))  # where `versions` looks
     paths = *map(str, (site, ROOT, ROOT / "tools" / "bench")), os.environ.get("PYTHONPATH", "")
-    environment = os.environ | {"PYTHONPATH": ":".join(paths)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every process compiles all that it imports
-    return environment | {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    given = {"PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | given | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-def start(check: Check, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, *check.script, check.name, str(folder), *check.arguments]
-    with check.file(folder, ".log").open("w") as out:
-        pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+def log_of(folder: str, name: str) -> Path:
+    """The output of a check. A run's own folder has the same name without the ending."""
+    return Path(folder, name.replace(" ", "_") + ".log")
 
 
-def run(check: Check, process: subprocess.Popen, folder: Path, seconds: float) -> dict:
+def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Start a check. It imports, and waits for a line before its work."""
+    with log.open("w") as out:
+        pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out, "text": True, "start_new_session": True}
+        return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
+
+
+def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
     """Let a check run; after `seconds` it is killed with all processes that it started, and what it printed counts."""
     begin, code = time.monotonic(), None
     if seconds > 0:
@@ -159,19 +146,19 @@ def run(check: Check, process: subprocess.Popen, folder: Path, seconds: float) -
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    text = check.file(folder, ".log").read_text(errors="replace")
+    text = log.read_text(errors="replace")
     killed = f"FAILED: killed after {seconds:.0f} s" if seconds > 0 else "not run: no time was left"
     status = {0: "passed", MISSING: f"not run: {text.strip().rpartition(chr(10))[2]}", None: killed}
     record = {"status": status.get(code, f"FAILED: exit status {code}"), "seconds": round(time.monotonic() - begin, 1)}
     if record["status"].startswith("FAILED"):
         print(text[-3000:], flush=True)
-    return record | {"rows": [*rows(check.file(folder, ".log"), check.file(folder) / "metrics.jsonl")]}
+    return record | {"rows": [*rows(log)]}
 
 
-def rows(log: Path, metrics: Path) -> Iterator[list[str]]:
+def rows(log: Path) -> Iterator[list[str]]:
     """What a check found, as [what, found, beside]: the rows that it printed, and the figures of a run's steps."""
     yield from (row for row in read_json_lines(log) if isinstance(row, list))
-    for step in read_json_lines(metrics):
+    for step in read_json_lines(log.with_suffix("") / "metrics.jsonl"):
         if "seconds/step" in step:
             shown = ", ".join(f"{key} {step[key]:.4g}" for key in METRICS if key in step)
             yield [f"step {step['step']}", shown, f"{step['seconds/step']:.2f} s"]
@@ -207,50 +194,53 @@ def versions() -> str:
 
 
 def report(results: Path, page: Path) -> None:
-    """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted."""
-    newest = {record["check"]: record for record in read_json_lines(results) if record["device"]}
-    if not newest:
+    """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted and
+    what its newest line of a CPU has."""
+    newest = {(bool(record["device"]), record["check"]): record for record in read_json_lines(results)}
+    measured = [record for (on_gpu, _), record in newest.items() if on_gpu]
+    if not measured:
         raise SystemExit(f"{results} has no line that was measured on a GPU: {page} stays as it is")
-    sections = "\n".join(line for record in newest.values() for line in section(record))
+    predicted, text = json.loads(PREDICTED.read_text()), ""
+    for record in measured:
+        check, chip = record["check"], next((chip for chip in ("H100", "H200") if chip in record["device"]), "")
+        cpu = {what: f"{found}, {near}" for what, found, near in newest.get((False, check), {"rows": []})["rows"]}
+        tables = {"plan and floors": predicted.get(chip, {}).get(check, {}), "on a CPU": cpu}
+        tables["rehearse"] = predicted.get(f"{chip} rehearsed", {}).get(check, {})
+        text += "\n".join(section(record, tables)) + "\n"
     before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{sections}\n{END}{rest.split(END)[1]}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}{END}{rest.split(END)[1]}")
 
 
-def section(record: dict) -> Iterator[str]:
-    """Yield a check's lines. A column of predictions stands where one of its figures has one."""
+def section(record: dict, tables: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield a check's lines. A table's column stands where one of the check's figures is in it."""
     yield from (f"### {record['check']}", "")
-    yield "`{command}`, {date}, {device}, {versions}: {status}, {seconds} s.".format(**record)
-    yield ""
+    yield "`{command}`, {date}, {device}, {versions}: {status}, {seconds} s.\n".format(**record)
     rows = record["rows"] if len(record["rows"]) <= LONGEST else record["rows"][:2] + record["rows"][-2:]
-    predicted = json.loads(PREDICTED.read_text())
-    chip = next((name for name in ("H100", "H200") if name in record["device"]), "")
-    kinds = {"plan and floors": chip, "rehearse": f"{chip} rehearsed", "on a CPU": "CPU"}
-    tables = {kind: predicted.get(name, {}).get(record["check"], {}) for kind, name in kinds.items()}
     shown = {kind: table for kind, table in tables.items() if any(what in table for what, *_ in rows)}
     cells = [[what, found, *(table.get(what, "") for table in shown.values()), near] for what, found, near in rows]
     head = ["what", "measured", *shown, "beside"]
-    for line in [head, ["---"] * len(head), *cells] if rows else []:
-        yield f"| {' | '.join(line)} |"
     if rows:
+        yield from (f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
         yield ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a GPU shows in calls of five minutes.")
     parser.add_argument("what", choices=("call", "report"))
-    parser.add_argument("number", nargs="*", type=int, help="of call: 1, 2, 3")
+    parser.add_argument("numbers", nargs="*", type=int, help="of call: 1, 2, 3")
     parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gpu_kit.jsonl", help="of call")
     parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
     args = parser.parse_args()
-    if not CALLS.keys() >= {*args.number}:
+    if not CALLS.keys() >= {*args.numbers}:
         parser.error(f"there are the calls {', '.join(map(str, CALLS))}")
     if args.what == "report":
         report(MEASURED, PAGE)
     passed = True
-    for number in args.number:
-        checks = [Check(n, s, (*rest,)) for n, (s, *rest) in CALLS[number].items() if any(o in n for o in args.only)]
-        limit = args.limit or max(LIMIT, sum(check.budget for check in checks) + RESERVE)
+    for number in args.numbers:
+        chosen = {name: check for name, check in CALLS[number].items() if any(word in name for word in args.only)}
+        checks = {name: (budget, ["tools/gpu_checks.py", *rest]) for name, (budget, *rest) in chosen.items()}
+        limit = args.limit or max(LIMIT, sum(budget for budget, _ in checks.values()) + RESERVE)
         passed &= call(checks, args.results, limit, ROOT / "site.tar.xz")
     sys.exit(not passed)
 

@@ -1,17 +1,17 @@
-"""What `plan`, `rehearse` and the floors predict for the checks of gpu_kit.py: tools/gpu_predicted.json. No torch.
+"""What `plan`, `rehearse` and floors at the rates of `plan` predict for the checks of gpu_kit.py. No torch.
 
-    python tools/gpu_predictions.py     computes the table again, rehearsals included: some minutes
+    python tools/gpu_predictions.py     writes tools/gpu_predicted.json again, rehearsals included: some minutes
 
-The model of the slice has Qwen3-8B's widths and vocabulary, and as many layers as `plan` finds room for.
+The slice has Qwen3-8B's widths and vocabulary, and as many layers as `plan` finds room for.
 """
 
 import functools
 import json
 import tempfile
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rft.commands.parser import parse
 from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import Recipe, load
 from megatron_rft.plan.devices import DEVICES, GIB, Device, Efficiency
@@ -26,38 +26,35 @@ FILE, RECIPE = ROOT / "tools" / "gpu_predicted.json", ROOT / "examples" / "quick
 WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 QWEN3_8B = dict(zip(WIDTHS, (151936, 4096, 12288, 32, 8, 128), strict=True)) | {"tie_word_embeddings": False}
 QWEN3_8B |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
-SMALL = dict(zip(WIDTHS, (512, 64, 128, 4, 2, 16), strict=True))
 SLACK = 6 * GIB  # left free beside what `plan` counts: gaps of the allocator, and what libraries take
 GROUP, MICRO_BATCH = 8, 9216
-ONE_RANK = Layout(1, 1, 1, 1, 1, 1)
+ONE_RANK, SHARES = Layout(1, 1, 1, 1, 1, 1), Efficiency()
 LOGPROBS = 4096, 151936, 4096  # tokens, vocabulary, hidden size
 
 
 @dataclass(frozen=True)
 class Case:
-    """`groups` of 8 responses to a prompt, in tokens."""
+    """An update of the slice: `groups` of 8 responses to a prompt, lengths in tokens."""
 
     prompt: int
     response: int
     groups: int
     shared: bool
-    recompute: bool = False
+    recompute: bool
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         recompute = ", recompute" if self.recompute else ""
         return f"{GROUP} x {self.prompt:,} + {self.response}, prompts {'shared' if self.shared else 'apart'}{recompute}"
 
     def options(self, model: str) -> list[str]:
         """Options of the recipe whose update is this case."""
         whole = "megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
-        rollout = f"max_response_tokens: {self.response}, group_size: {GROUP}, prompts_per_step: {self.groups}"
         return [
-            f"model={{path: {model}, precision: bf16}}",
-            f"data={{max_prompt_tokens: {self.prompt}, validation: null, test: null}}",
-            f"rollout={{engine: hf, {rollout}}}",
-            f"batching={{micro_batch_tokens: {MICRO_BATCH}, share_prompts: {'auto' if self.shared else 'off'}}}",
-            *("pipo=null", "evaluation.every=null"),
+            *("pipo=null", "evaluation.every=null", "data.validation=null", "data.test=null", "rollout.engine=hf"),
+            *(f"model.path={model}", "model.precision=bf16", f"data.max_prompt_tokens={self.prompt}"),
+            *(f"rollout.max_response_tokens={self.response}", f"rollout.group_size={GROUP}"),
+            *(f"rollout.prompts_per_step={self.groups}", f"batching.micro_batch_tokens={MICRO_BATCH}"),
+            f"batching.share_prompts={'auto' if self.shared else 'off'}",
             *([whole] if self.recompute else []),
         ]
 
@@ -65,71 +62,70 @@ class Case:
     def recipe(self) -> Recipe:
         return load(RECIPE, self.options("model"))
 
+    def memory(self, s: ModelShape) -> MemoryPlan:
+        return MemoryPlan(self.recipe, s, ONE_RANK)
+
     def computed(self, s: ModelShape) -> tuple[SharedGroup, float]:
         """Return the group whose prompt is computed once, and the tokens of the batch that are computed."""
         group = SharedGroup.of(self.recipe, s, ONE_RANK)
         return group, self.groups * GROUP / group.count * group.tokens
 
+    def figures(self, s: ModelShape, chip: Device, seconds: float, peak: float) -> dict[str, str]:
+        """Return what the check shows. FLOPs are those of forward and backward of what is computed, without
+        recomputation: 6 per weight and token, causal attention, and the output matrix for response tokens."""
+        (group, tokens), responses = self.computed(s), self.groups * GROUP
+        head = s.vocabulary * s.hidden
+        layers = (s.multiplied - head + s.layers * group.length * s.q) * tokens
+        flops = 6 * (layers + responses * self.response * head)
+        whole = responses * (self.prompt + self.response)  # as if no prompt was shared
+        return {
+            f"{self}: tokens/s": f"{whole / seconds:,.0f}",
+            f"{self}: MFU": f"{flops / seconds / chip.flops:.1%}",
+            f"{self}: peak memory": f"{peak / GIB:.1f} GiB",
+        }
 
-SIZES = ((1024, 128, 4), (4096, 512, 1))
-CASES = [Case(*size, shared, again) for size in SIZES for shared in (False, True) for again in (False, True)]
+
+def cases(shorter: int = 1) -> list[Case]:
+    sizes = ((1024 // shorter, 128 // shorter, 4), (4096 // shorter, 512 // shorter, 1))
+    return [Case(*size, shared, again) for size in sizes for shared in (False, True) for again in (False, True)]
+
+
+CASES = cases()
 
 
 def shape(layers: int) -> ModelShape:
     return ModelShape(QWEN3_8B | {"num_hidden_layers": layers})
 
 
-def memory(case: Case, s: ModelShape) -> MemoryPlan:
-    return MemoryPlan(case.recipe, s, ONE_RANK)
-
-
 def depth(usable: float) -> int:
     """Return the largest number of layers, at least two, with which every case fits."""
 
     def fits(layers: int) -> bool:
-        return all(memory(case, shape(layers)).phases["training"] <= usable - SLACK for case in CASES)
+        return all(case.memory(shape(layers)).phases["training"] <= usable - SLACK for case in CASES)
 
     return next((layers for layers in range(36, 2, -1) if fits(layers)), 2)
-
-
-def figures(case: Case, s: ModelShape, chip: Device, seconds: float, peak: float) -> dict[str, str]:
-    """Return what the slice's check shows of a case. FLOPs are those of forward and backward of what is computed,
-    without recomputation: 6 per weight and token, causal attention, and the output matrix for response tokens."""
-    (group, tokens), responses = case.computed(s), case.groups * GROUP
-    head = s.vocabulary * s.hidden
-    layers = (s.multiplied - head + s.layers * group.length * s.q) * tokens
-    flops = 6 * (layers + responses * case.response * head)
-    whole = responses * (case.prompt + case.response)  # as if no prompt was shared
-    return {
-        f"{case.name}: tokens/s": f"{whole / seconds:,.0f}",
-        f"{case.name}: MFU": f"{flops / seconds / chip.flops:.1%}",
-        f"{case.name}: peak memory": f"{peak / GIB:.1f} GiB",
-    }
 
 
 def planned_slice(chip: Device) -> dict[str, str]:
     s = shape(depth(chip.usable))
     found = {"layers": str(s.layers)}
     for case in CASES:
-        (group, tokens), plan = case.computed(s), memory(case, s)
+        (group, tokens), plan = case.computed(s), case.memory(s)
         recompute = case.recipe.megatron.recompute_granularity
-        machine = Machine(chip, Efficiency(), s, ONE_RANK, False, recompute, keys=group.keys)
+        machine = Machine(chip, SHARES, s, ONE_RANK, False, recompute, keys=group.keys)
         taken = machine.passes(tokens, MICRO_BATCH, min(group.length, MICRO_BATCH), True).most
-        found |= figures(case, s, chip, taken, plan.phases["training"])
+        found |= case.figures(s, chip, taken, plan.phases["training"])
     return found | {"optimizer's step": f"{machine.update(plan.state).most * 1e3:.0f} ms"}
 
 
 def planned(chip: Device) -> dict[str, dict[str, str]]:
     """Return {check: {figure: text}} by the constants of `plan`, and by floors at its rates."""
-    rate, copied = chip.flops * Efficiency().compute, chip.bandwidth * Efficiency().memory
+    rate, copied = chip.flops * SHARES.compute, chip.bandwidth * SHARES.memory
     tokens, vocabulary, hidden = LOGPROBS
-    product = 2 * tokens * vocabulary * hidden / rate
-    logprobs = {
-        "forward": f"{product * 1e3:.1f} ms",
-        "forward + backward": f"{4 * product * 1e3:.1f} ms",
-        "peak memory": f"{(tokens + vocabulary) * hidden * 2 / 2**20:.0f} MiB",
-    }
-    state = memory(CASES[0], shape(4)).state
+    product = 2 * tokens * vocabulary * hidden / rate * 1e3
+    logprobs = {"forward": f"{product:.1f} ms", "forward + backward": f"{4 * product:.1f} ms"}
+    logprobs["peak memory"] = f"{(tokens + vocabulary) * hidden * 2 / 2**20:.0f} MiB"
+    state = CASES[0].memory(shape(4)).state
     return {
         "ceilings": {"matrix product": f"{rate / 1e12:.0f} TFLOP/s", "copy on the device": f"{copied / 1e9:.0f} GB/s"},
         "log-probs: time and memory": {f"block {n} MiB: {k}": v for n in (64, 256) for k, v in logprobs.items()},
@@ -141,14 +137,14 @@ def planned(chip: Device) -> dict[str, dict[str, str]]:
 
 def rehearsed(name: str) -> dict[str, str]:
     """Return the peaks of `megatron-rft rehearse`. Its seconds are of shorter prompts than the cases have."""
-    options = {"gpus": 1, "gpus_per_node": 1, "device": name, "fraction": 1.0, "micro_batches": None}
     found, model = {}, QWEN3_8B | {"num_hidden_layers": depth(DEVICES[name].usable)}
     with tempfile.TemporaryDirectory() as folder, Worker() as worker:
         Path(folder, "config.json").write_text(json.dumps(model))
         for case in CASES:
-            given = Namespace(recipe=str(RECIPE), overrides=case.options(folder), training_only=True, **options)
-            peaks = Rehearsal(given).stage(0, worker).found["peaks"]
-            found[f"{case.name}: peak memory"] = f"{peaks['training']['total'] / GIB:.1f} GiB"
+            words = ["rehearse", str(RECIPE), *case.options(folder), "--device", name, "--training-only"]
+            words += ["--gpus", "1", "--fraction", "1"]
+            peak = Rehearsal(parse(words)).stage(0, worker).found["peaks"]["training"]["total"]
+            found[f"{case}: peak memory"] = f"{peak / GIB:.1f} GiB"
     return found
 
 

@@ -4,13 +4,14 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from transformers.utils.logging import set_verbosity_error  # noqa: E402
 
 from examples.quickstart import arithmetic  # noqa: E402, F401  the scripts import it from here
@@ -61,20 +62,22 @@ def hf_model(config: Qwen3Config, precision: str, device: torch.device | str = "
 
 
 def actor_like(model: Qwen3ForCausalLM, precision: str, *, micro_batch_tokens: int, **options) -> Actor:
-    """Create an actor with the weights of `model`, in a single process. `options` go to Actor, those in `megatron` to
-    the recipe's section."""
+    """Create an actor with the weights of `model`. `options`: as for `actor_of`."""
+    return actor_of(model.config, model.state_dict().__getitem__, precision, micro_batch_tokens, **options)
+
+
+def actor_of(
+    config: PretrainedConfig, lookup: Callable[[str], torch.Tensor], precision: str, tokens: int, **options
+) -> Actor:
+    """Create an actor in a single process, with weights by their HF names and `tokens` in a micro-batch. `options` go
+    to Actor, those in `megatron` to the recipe's section."""
     megatron = Megatron(**options.pop("megatron", {}))
     if not torch.distributed.is_initialized():
         parallel.initialize(megatron)
-    batching = Batching(
-        micro_batch_tokens=micro_batch_tokens,
-        forward_only_tokens=options.pop("forward_only_tokens", None),
-        pack_sequences=options.pop("pack_sequences", True),
-        logprob_block_mib=options.pop("logprob_block_mib", 64),
-    )
-    optimizer = {**ADAMW, "use_distributed_optimizer": True}
-    actor = Actor(model.config, megatron, batching, precision, optimizer=options.pop("optimizer", optimizer), **options)
-    actor.load(model.state_dict().__getitem__)
+    batching = Batching(micro_batch_tokens=tokens, pack_sequences=options.pop("pack_sequences", True))
+    options = {"optimizer": {**ADAMW, "use_distributed_optimizer": True}, **options}
+    actor = Actor(config, megatron, batching, precision, **options)
+    actor.load(lookup)
     return actor
 
 
