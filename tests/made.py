@@ -34,7 +34,8 @@ def made(name: str, critic: dict | None = None, **options) -> Objective:
 
 
 def pipo(base: PolicyObjective, staleness: int = 0, old_logprobs: str = "recompute", **options) -> PIPO:
-    return PIPO(base, PIPOSection(**options), staleness, old_logprobs)
+    setting = Setting(staleness=staleness, recomputes=old_logprobs == "recompute")
+    return PIPO(base, PIPOSection(**options), setting)
 
 
 def distilled(base: PolicyObjective, **options) -> Distilled:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     args.overrides.append(f"run.output_dir={json.dumps(str(folder))}")
     if "RANK" in os.environ:
         return work(str(folder), lambda: measure(args))
-    check_user_code(recipe)
+    check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward)
     fetch_models(recipe.model, None)
     print(check(recipe, world, per_node, starts=True), flush=True)
     make_folder(str(folder))

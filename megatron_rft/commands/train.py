@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rft.config import Model, Recipe
-from megatron_rft.config.algorithms.online import Critic
-from megatron_rft.config.environment import Python
+from megatron_rft.config import Model, Recipe, RewardOptions
+from megatron_rft.config.algorithms.base import Algorithm
+from megatron_rft.config.algorithms.online import Critic, Setting
+from megatron_rft.config.environment import Base, Python
 from megatron_rft.config.rewards import OwnOptions
 from megatron_rft.environments.worker import maker
 from megatron_rft.launching import ranks as launcher
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if started_elsewhere and recipe.faults.hang_s is not None:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
     if not is_rank or started_elsewhere:
-        check_user_code(recipe)
+        check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):
@@ -102,20 +103,19 @@ def fetch_models(model: Model, critic: Critic | None) -> bool:
     return bool(missing)
 
 
-def check_user_code(recipe: Recipe) -> None:
-    """Load the user's algorithm, environment and rewards, if the recipe names any: errors show before any rank
-    starts."""
-    if recipe.algorithm.of_user:
-        from megatron_rft.training import online
+def check_user_code(algorithm: Algorithm, setting: Setting, environment: Base | None, rewards: RewardOptions) -> None:
+    """Load the user's algorithm, environment and rewards, if a recipe names any: errors show before any rank starts."""
+    if algorithm.of_user:
+        from megatron_rft.training import user_algorithm
 
-        online.build_objective(recipe)
-    if environment := recipe.environment:
+        user_algorithm.build_objective(algorithm, setting)
+    if environment:
         from megatron_rft.environments.tools import schemas
 
         schemas(environment)
         if not isinstance(environment, Python):  # whose sandbox is the environments' processes'
             maker(**environment.own_options())
-    for reward in recipe.reward.everything():
+    for reward in rewards.everything():
         if isinstance(reward, OwnOptions):
             from megatron_rft.rewards import registry
 

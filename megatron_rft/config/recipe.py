@@ -8,7 +8,7 @@ from megatron_rft.config import environment as environments
 from megatron_rft.config import sections as s
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.algorithms.base import Algorithm
-from megatron_rft.config.algorithms.online import Critic
+from megatron_rft.config.algorithms.online import DEFAULT, Critic, Setting
 from megatron_rft.config.constraint import CONSTRAINTS, Constraint, DynamicOptions
 from megatron_rft.config.evaluation import Evaluation
 from megatron_rft.config.lora import Lora
@@ -27,6 +27,7 @@ class Recipe(s.Section):
     recipe lacks the options that would do nothing with it."""
 
     corrects: ClassVar[bool] = True  # the losses correct for responses of a policy other than the trained one, if any
+    setting: ClassVar[Setting] = DEFAULT
     trainer: str
     """rl: sample, grade, learn. sft: learn from given answers. generate: sample and grade once, into a store of
     trajectories. offline: learn from such a store."""

@@ -12,7 +12,7 @@ from megatron_rft.config import sections as s
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.algorithms.base import Algorithm, Online
 from megatron_rft.config.algorithms.offline import FPA, SFT, Offline
-from megatron_rft.config.algorithms.online import GRPO
+from megatron_rft.config.algorithms.online import GRPO, Setting
 from megatron_rft.config.constraint import DynamicOptions, into_algorithm
 from megatron_rft.config.evaluation import Evaluation
 from megatron_rft.config.messages import at
@@ -52,6 +52,23 @@ class OnlineRecipe(Recipe, trainer="rl"):
         """Whether the losses correct for responses sampled by another policy than the trained one. A loss without a
         ratio needs no correction, but PIPO's verification step has a ratio."""
         return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
+
+    @property
+    def setting(self) -> Setting:
+        rollout, algorithm = self.rollout, self.algorithm
+        return Setting(
+            algorithm.mini_batches(rollout.prompts_per_step),
+            rollout.max_response_tokens,
+            self.critic,
+            reference=self.model.reference is not None,
+            staleness=rollout.staleness,
+            recomputes=algorithm.old_logprobs == "recompute",
+        )
+
+    @property
+    def plugins(self) -> list[s.Section]:
+        """The plug-ins of the algorithm, the innermost first."""
+        return [each for each in (self.constraint if self.refines else None, self.distil, self.pipo) if each]
 
     @property
     def one_step(self) -> bool:

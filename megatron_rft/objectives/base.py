@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms.online import Critic
+from megatron_rft.config.algorithms.online import DEFAULT, Setting
 from megatron_rft.config.sections import Section
 from megatron_rft.records import Batch, like, segment_ids, send
 
@@ -169,15 +169,6 @@ class Prepared:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The run's settings that an algorithm reads besides its own options."""
-
-    mini_batches: int = 1  # of a sampled batch, each an optimizer step
-    max_response_tokens: int = 1  # the sampler's limit; aggregation "constant" divides by it
-    critic: Critic | None = None
-
-
 class Objective(ABC):
     """One algorithm. Its methods are pure functions of tensors: no process groups, equal results on every rank.
 
@@ -186,7 +177,7 @@ class Objective(ABC):
 
     options: Section
 
-    def __init__(self, options: Section, setting: Setting = Setting()):
+    def __init__(self, options: Section, setting: Setting = DEFAULT):
         self.options, self.setting = options, setting
 
     needs: frozenset[str] = frozenset()
@@ -232,8 +223,8 @@ class PolicyObjective(Objective):
 class Plugin(PolicyObjective):
     """Wraps an objective, `base`. What a plug-in does not override is the base's."""
 
-    def __init__(self, base: PolicyObjective, options: Section):
-        super().__init__(options)
+    def __init__(self, base: PolicyObjective, options: Section, setting: Setting = DEFAULT):
+        super().__init__(options, setting)
         self.base = base
 
     @property

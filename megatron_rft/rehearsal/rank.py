@@ -147,11 +147,12 @@ class Step:
 
     def _online(self) -> Any:
         from megatron_rft.rehearsal import batches
-        from megatron_rft.training.online import build_models, build_objective
+        from megatron_rft.training.build import Networks
+        from megatron_rft.training.online import build_objective
 
         recipe = self.recipe
-        objective = build_objective(recipe)
-        models = self._built(lambda: build_models(recipe, self.hf_config, objective, self._teachers()))
+        objective = build_objective(recipe.algorithm, recipe.setting, recipe.plugins)
+        models = self._built(lambda: Networks(self.hf_config, recipe).online(objective, self._teachers()))
         whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
         each = whole // recipe.algorithm.mini_batches(recipe.rollout.prompts_per_step)
         batch = self._batch(recipe.rollout.group_size, each)

@@ -20,8 +20,11 @@ from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.objectives.base import Objective
 from megatron_rft.rewards.base import Reward
 from megatron_rft.training import adapters, teacher
+from megatron_rft.training.models import EarlyVerification, Models
 from megatron_rft.utils.errors import DataError
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -99,6 +102,34 @@ class Networks:
             adapters.load_start(critic, model, seed)
             critic.load(weights.open_folder(model_folder(options.path, "critic.path"), self.hf_config))
         return critic
+
+    def online(self, objective: Objective, of_row: dict[int, str]) -> Models:
+        """The actor and the other networks that the objective needs. `of_row`: teachers' names, of several."""
+        recipe, algorithm, constraint = self.recipe, self.recipe.algorithm, self.recipe.constraint
+        # A learning rate schedule spans all optimizer steps of the run.
+        optimizer_steps = recipe.setting.mini_batches * algorithm.epochs
+        total_steps, critic_only = recipe.run.steps, recipe.critic.warmup_steps if recipe.critic else 0
+        own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
+        moments = ("verification",) if own_moments else ()
+        actor = self.actor((total_steps - critic_only) * optimizer_steps, recipe.rollout.temperature, moments)
+        critic = reference = None
+        if "values" in objective.needs:
+            critic = self.critic(recipe.critic, total_steps * optimizer_steps, actor)
+        kl_every, rate, teaching = constraint.kl_every if constraint else 0, algorithm.teacher_average, recipe.teaching
+        if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
+            reference = reference_weights(recipe.model, recipe.run.seed, actor)
+        return Models(
+            actor,
+            objective.needs,
+            verification=EarlyVerification(objective, actor) if recipe.pipo else None,
+            critic=critic,
+            reference=reference,
+            teacher=MovingAverage(actor, rate) if rate else None,
+            given=teaching and teacher.Teachers(teaching, of_row, actor, recipe.megatron, recipe.model.precision),
+            old_logprobs=algorithm.old_logprobs,
+            kl_every=kl_every,
+            norms_every=constraint.norms_every if recipe.refines else 0,
+        )
 
     def _empty(self, total_steps: int, own: dict[str, Any], **options: Any) -> Actor:
         """`own`: other options of the optimizer."""

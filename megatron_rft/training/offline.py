@@ -7,6 +7,7 @@ data.validation, or the store's held-out problems; the run exports the model wit
 import json
 import math
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,11 +41,12 @@ from megatron_rft.megatron.balance import Costs
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch, Prompt
-from megatron_rft.training import adapters, build
+from megatron_rft.training import adapters, build, loop
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.problems import Problems
-from megatron_rft.training.stored import train_stored
+from megatron_rft.training.run import TrainingRun
+from megatron_rft.training.stored import StoredBatches
 from megatron_rft.training.teacher import Teachers, by_row, check_images
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
@@ -200,7 +202,9 @@ def train(recipe: Recipe) -> int:
     if shown:
         models.see(PromptImages(list(shown.values()), Path(path) / ALBUM))
     data = reference.join(actor, data)
-    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), {}, own)
+    with ExitStack() as stack:
+        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, {}, own)
+        return loop.train(run, StoredBatches(run, size, partial(draw, data)), models, objective)
 
 
 def shown_again(stored: Stored, path: str, tokenizer: Any) -> dict[int, Prompt]:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.model_shape import read_shape
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, Prompt
+from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.tracking.throughput import Phases, Throughput, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
-from megatron_rft.training import adapters
-from megatron_rft.training.build import tokenizer_folder
+from megatron_rft.training import adapters, build
+from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import Monitor, due
+from megatron_rft.training.problems import Problems
 from megatron_rft.utils.device import return_free_pages
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
@@ -66,17 +70,22 @@ class TrainingRun:
     def __init__(
         self,
         recipe: Recipe,
+        tokenizer: Any,
         models: Models,
         stream: Stream,
         total_steps: int,
-        evaluator: Evaluator | None,
+        stack: ExitStack,
         dropped: dict[str, int],
+        given: dict[str, list[Prompt]] | None = None,
+        keeps_episodes: bool = False,
     ):
-        """`evaluator`: None if the recipe evaluates nothing. `dropped`: reason -> rows of data.train that were left
-        out."""
+        """`stack`: closes the run. `dropped`: reason -> rows of data.train that were left out. `given`: problems of
+        parts without a data source in the recipe. `keeps_episodes`: a resumed run does not play them again."""
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
-        self.evaluator, self.folder, self.dropped = evaluator, Path(recipe.run.output_dir), dropped
-        self.validates, self.done = recipe.validates, 0
+        self.folder, self.dropped, self.validates, self.done = Path(recipe.run.output_dir), dropped, recipe.validates, 0
+        self.evaluator = self.weights = None
+        if recipe.trainer == "rl" or recipe.validates or recipe.data.test:
+            self._build_engine(tokenizer, stack, given or {}, keeps_episodes)
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
         sizes, given = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
@@ -86,13 +95,28 @@ class TrainingRun:
         self.best: BestModel | None = None
         if recipe.trainer == "offline":
             patience = recipe.evaluation.patience
-            self.best = BestModel(models.actor, self.folder / "best", tokenizer_folder(recipe.model), patience)
+            self.best = BestModel(models.actor, self.folder / "best", build.tokenizer_folder(recipe.model), patience)
         options, folder = recipe.checkpoint, self.folder / "checkpoints"
         how = options.keep, options.asynchronous, models.averages
         self.checkpoints = Checkpointer(folder, models.trained, *how)
         self.tracker: Tracker | None = None
+        stack.enter_context(closing(self))
 
     # ---- start
+
+    def _build_engine(
+        self, tokenizer: Any, stack: ExitStack, given: dict[str, list[Prompt]], keeps_episodes: bool
+    ) -> None:
+        """Build what samples and grades: the engine, which plays the recipe's environment, and the reward."""
+        recipe, engines = self.recipe, EngineBuilder(self.recipe)
+        self.reward = stack.enter_context(closing(build_reward(recipe.reward)))
+        engine, self.weights = engines.build_beside(list(self.models.trained.values()))
+        self.player = around(engine, engines, tokenizer, stack, self.weights if keeps_episodes else None)
+        graded = self.player, tokenizer, self.reward, recipe.run.seed
+        sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, *graded)
+        problems, driver = Problems(recipe.data, recipe.environment), self.player.driver()
+        folder = self.folder / "evaluation"
+        self.evaluator = Evaluator(recipe.evaluation, problems, sampler, folder, parallel.gather, *driver, given)
 
     def restore(self, state: State) -> State:
         """Load the newest intact checkpoint, if any. Returns the objective's state, else `state`. Sets `done`, the
@@ -253,7 +277,7 @@ class TrainingRun:
                 after = self._evaluated("test", self.total_steps)
         actor = self.models.actor
         weights.save_folder(
-            actor.stream(), self.folder / "export", actor.hf_config, tokenizer_folder(self.recipe.model)
+            actor.stream(), self.folder / "export", actor.hf_config, build.tokenizer_folder(self.recipe.model)
         )
         if actor.lora:
             adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)

@@ -1,16 +1,18 @@
 """Supervised fine-tuning on given answers, such as the warm start of a reinforcement-learning run."""
 
 import math
+from contextlib import ExitStack
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe
 from megatron_rft.data.images import PromptImages
 from megatron_rft.data.prompts import as_batch
 from megatron_rft.data.stream import Stream
-from megatron_rft.training import build
+from megatron_rft.training import build, loop
 from megatron_rft.training.models import Models
 from megatron_rft.training.problems import Problems
-from megatron_rft.training.stored import train_stored
+from megatron_rft.training.run import TrainingRun
+from megatron_rft.training.stored import StoredBatches
 
 
 def train(recipe: Recipe) -> int:
@@ -24,4 +26,6 @@ def train(recipe: Recipe) -> int:
     if recipe.data.image_field:
         models.see(PromptImages([answer.prompt for answer in answers]))
     objective = objectives.build(recipe.algorithm)
-    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, as_batch, dropped, {})
+    with ExitStack() as stack:
+        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, dropped)
+        return loop.train(run, StoredBatches(run, size, as_batch), models, objective)

@@ -18,8 +18,8 @@ CAN_NEED = ("old_logprobs", "ref_logprobs", "ref_kl", "reference", "values")
 OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `OwnAlgorithm` has for every class
 
 
-def build_objective(section: OwnAlgorithm, setting: Setting, reference: bool) -> PolicyObjective:
-    """The user's objective with its options. `reference`: whether the recipe sets model.reference.
+def build_objective(section: OwnAlgorithm, setting: Setting) -> PolicyObjective:
+    """The user's objective with its options.
 
     Raises:
         ConfigError: the class or an option cannot be used.
@@ -30,7 +30,7 @@ def build_objective(section: OwnAlgorithm, setting: Setting, reference: bool) ->
         objective = cls(options, setting)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
-    _check_needs(objective, setting.critic is not None, reference)
+    _check_needs(objective)
     return objective
 
 
@@ -79,8 +79,8 @@ def _section(cls: type[PolicyObjective]) -> type[Section]:
     return section
 
 
-def _check_needs(objective: PolicyObjective, critic: bool, reference: bool) -> None:
-    """`critic`, `reference`: whether the recipe has one."""
+def _check_needs(objective: PolicyObjective) -> None:
+    critic = objective.setting.critic is not None
     for name in objective.needs - set(CAN_NEED):
         raise ConfigError(
             f"{OPTION}: {type(objective).__name__}.needs names {name!r}; it can need {', '.join(CAN_NEED)}."
@@ -92,5 +92,5 @@ def _check_needs(objective: PolicyObjective, critic: bool, reference: bool) -> N
             if critic
             else "critic: is missing, and the objective needs values. Give at least critic.lr, e.g. 1e-5"
         )
-    if reference and not objective.needs & {"ref_logprobs", "ref_kl", "reference"}:
+    if objective.setting.reference and not objective.needs & {"ref_logprobs", "ref_kl", "reference"}:
         raise ConfigError("model.reference does nothing: the objective needs no reference")

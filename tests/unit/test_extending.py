@@ -60,7 +60,7 @@ from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
 from megatron_rft.training.online import build_objective
 
-objective = build_objective(recipe)
+objective = build_objective(recipe.algorithm, recipe.setting)
 rewards = torch.tensor([1.0, 0.0, 0.0])
 batch = Batch.of(
     [[1]] * 3,

@@ -1,5 +1,6 @@
 """The sections of the online algorithms, and their table. `objectives/` has their mathematics. No torch."""
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -53,6 +54,21 @@ class Critic(Section):
     """Clip a value's change since sampling to this much in the loss. null: no clip."""
     warmup_steps: Natural = 0
     """Training steps at the start in which only the critic is updated."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The run's settings that an algorithm or a plug-in reads besides its own options."""
+
+    mini_batches: int = 1  # of a sampled batch, each an optimizer step
+    max_response_tokens: int = 1  # the sampler's limit; aggregation "constant" divides by it
+    critic: Critic | None = None
+    reference: bool = False  # whether there is a model.reference
+    staleness: int = 0  # of a batch, in steps: rollout.staleness
+    recomputes: bool = True  # algorithm.old_logprobs; otherwise they are the engine's, which every base reads
+
+
+DEFAULT = Setting()
 
 
 class GRPO(Clipped, name="grpo"):

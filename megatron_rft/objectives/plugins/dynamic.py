@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.online import DEFAULT, Setting
 from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.objectives.base import (
     Loss,
@@ -113,8 +114,8 @@ PARTS = {f"constraint/grad_norm_{part}": partial(part_of, part=part) for part in
 class DynamicConstraint(Plugin):
     options: DynamicOptions
 
-    def __init__(self, base: PolicyObjective, options: DynamicOptions):
-        super().__init__(base, options)
+    def __init__(self, base: PolicyObjective, options: DynamicOptions, setting: Setting = DEFAULT):
+        super().__init__(base, options, setting)
         self.eta, self.mode = options.eta or 0.0, options.mode or "loss"
 
     @property

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config import plugins as section
+from megatron_rft.config.algorithms.online import DEFAULT, Setting
 from megatron_rft.objectives.base import Plugin, PolicyObjective, Prepared, State, Update, zero_sequences
 from megatron_rft.records import Batch
 
@@ -72,13 +73,9 @@ def _kept(state: State) -> list[Batch]:
 class PIPO(Plugin):
     options: section.PIPO
 
-    def __init__(
-        self, base: PolicyObjective, options: section.PIPO, staleness: int = 0, old_logprobs: str = "recompute"
-    ):
-        """`old_logprobs`: algorithm.old_logprobs. With "rollout" they are the engine's, which every base reads."""
-        super().__init__(base, options)
-        self.staleness = staleness
-        self.only_ours = old_logprobs == "recompute" and "old_logprobs" not in base.needs
+    def __init__(self, base: PolicyObjective, options: section.PIPO, setting: Setting = DEFAULT):
+        super().__init__(base, options, setting)
+        self.only_ours = setting.recomputes and "old_logprobs" not in base.needs
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,7 +107,7 @@ class PIPO(Plugin):
         previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.trained(batch))
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state
-        for i, each in enumerate([*kept, previous][-self.staleness - 1 :]):
+        for i, each in enumerate([*kept, previous][-self.setting.staleness - 1 :]):
             state |= each.state_dict(f"previous.{i}.")
         return Prepared([*updates, *base.updates], state, base.metrics | metrics)
 

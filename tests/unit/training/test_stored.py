@@ -1,6 +1,7 @@
 """When the engine of an offline or supervised run sleeps, and when it gets weights."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 from megatron_rft.data.stream import Stream
 from megatron_rft.records import Batch
@@ -30,7 +31,8 @@ class Weights:
 
 
 def batches(weights: Weights | None) -> StoredBatches:
-    return StoredBatches(Stream([[1], [2], [3]]), 2, lambda ids: Batch.of(ids, ids), weights, nullcontext)
+    run = SimpleNamespace(stream=Stream([[1], [2], [3]]), weights=weights, phases=nullcontext)
+    return StoredBatches(run, 2, lambda ids: Batch.of(ids, ids))
 
 
 def test_the_engine_is_awake_for_evaluations_alone():

@@ -73,7 +73,7 @@ def made(tmp_path, monkeypatch):
         recipe = load(tmp_path / "rl.yaml")
         (tmp_path / "again.yaml").write_text(dump(recipe))
         assert load(tmp_path / "again.yaml") == recipe
-        return build_objective(recipe)
+        return build_objective(recipe.algorithm, recipe.setting, recipe.plugins)
 
     return make
 
