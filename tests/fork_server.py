@@ -3,12 +3,12 @@
 Importing them takes ten seconds of processor time, and the tests start a hundred runs. A server process imports them
 once and forks for each start. What comes of it is a real process: it has a pid and a process group of its own, it is a
 child of the test's process, and it can be frozen, signalled and killed. Its ranks are forked as well. `Forked` takes
-the place of `subprocess.Popen`. The engine processes of a run are forked from a small server of the run's own, which
-it forks before anything else.
+the place of `subprocess.Popen`. The engine processes and vLLM servers of a run are forked from a small server of the
+run's own, which it forks before anything else, and so are the processes that multiprocessing starts for such a server.
 
 What a fork cannot show is that a new interpreter can import the package. The tests that start `python -m megatron_rft`
-for real show that (`tests/slurm`, and `forked=False` in `tests/integration/tiny.py`). The command line and the
-environment in /proc are the server's.
+for real show that (`tests/slurm`, and `forked=False` in `tests/integration/tiny.py`), and so does
+`tests/parity/test_vllm_server.py` for vLLM's server. The command line and the environment in /proc are the server's.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -30,7 +31,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rft.utils.processes import ENDING, PR_SET_CHILD_SUBREAPER, STOP_SIGNALS, die_with, parent_of
+from megatron_rft.utils import end_with_parent
+from megatron_rft.utils.processes import ENDING, PR_SET_CHILD_SUBREAPER, REAPER, STOP_SIGNALS, die_with, parent_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -49,7 +51,14 @@ IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-VLLM = ("megatron_rft.inference.vllm.worker_extension", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+API_SERVER = "vllm.entrypoints.openai.api_server"
+VLLM = (
+    "megatron_rft.inference.vllm.worker_extension",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    API_SERVER,
+)
+VLLM_SERVERS = (API_SERVER, "megatron_rft.inference.vllm.seeing_server")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_NAME = 15  # linux/prctl.h
 MAXIMUM_REQUEST = 1 << 20  # bytes
@@ -57,6 +66,7 @@ ENGINE = [sys.executable, "-m", "megatron_rft.inference.process_worker"]
 
 
 subprocess_popen = subprocess.Popen  # `become` puts ForkedHere in its place
+spawnv_passfds = multiprocessing.util.spawnv_passfds  # and `spawned`
 
 
 class Forked(subprocess.Popen):
@@ -76,13 +86,13 @@ class Forked(subprocess.Popen):
 
 
 class ForkedVLLM(Forked):
-    """The same for runs with vLLM in their processes: its import takes five seconds of processor time."""
+    """The same for runs with vLLM: its import takes five seconds of processor time."""
 
     more = VLLM
 
 
 class ForkedEngine(Forked):
-    """The same for engine processes; other commands start as usual."""
+    """The same for engine processes and vLLM servers; other commands start as usual."""
 
     engines: "Server | None" = None  # the server of a process that was forked itself
 
@@ -90,6 +100,9 @@ class ForkedEngine(Forked):
         if list(args[:3]) == list(ENDING) and list(args[4:7]) == ENGINE:
             asked = request(args[4:], env, cwd) | {"parent": int(args[3]), "inherited": list(pass_fds)}
             return self._forked(self.engines or server(), rest[3:9], asked, pass_fds)
+        if list(args[:4]) == list(REAPER) and args[7:8] == ["-c"] and args[9] in VLLM_SERVERS:
+            asked = request(args[6:], env, cwd) | {"parent": int(args[5]), "remove": args[4]}
+            return self._forked(self.engines or server(VLLM), rest[3:9], asked, pass_fds)
         return subprocess_popen._execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
 
 
@@ -105,6 +118,15 @@ class ForkedHere(ForkedEngine):
         self.pid = fork(lambda: detached(request(args, env, cwd), outputs, others))
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+def spawned(path: str, command: list[str], descriptors: list[int]) -> int:
+    """In place of multiprocessing's spawnv_passfds: what it starts with a new interpreter is forked."""
+    if command[-1] != "--multiprocessing-fork":
+        return spawnv_passfds(path, command, descriptors)
+    blocked = [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    asked = request(command, None, None) | {"inherited": sorted(descriptors), "blocked": blocked}
+    return ForkedEngine.engines.start(asked, 1, 2, tuple(asked["inherited"]))
 
 
 def request(command: list, environment: dict[str, str] | None, folder: object) -> dict:
@@ -212,10 +234,28 @@ def detached(asked: dict, descriptors: list[int], others: list[int]) -> None:
     if parent := asked.get("parent"):  # a helper: see utils/end_with_parent.py
         while os.getppid() != parent and Path(f"/proc/{parent}").exists():
             time.sleep(0.001)  # until it is an orphan
-        die_with(parent)
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        if "remove" in asked:
+            return reaped(asked, parent)
+        as_helper(parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked.get("blocked", ()))
     become(asked["command"], asked["environment"], helper=bool(parent))
+
+
+def as_helper(parent: int) -> None:
+    die_with(parent)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def reaped(asked: dict, parent: int) -> None:
+    """What end_with_parent.py does with --reap, and its command in a fork."""
+
+    def command(reaper: int, _command: list[str]) -> None:
+        end_with(lambda: (as_helper(reaper), become(asked["command"], asked["environment"])))
+
+    end_with_parent.become = command
+    status = end_with_parent.reaper(asked["remove"], parent, asked["command"])
+    sys.exit(status if status >= 0 else 128 - status)
 
 
 def fork(action) -> int:
@@ -252,9 +292,10 @@ def end_with(action) -> None:
 
 
 def become(command: list[str], environment: dict[str, str], helper: bool = False) -> None:
-    """Run `python -m MODULE ...` or `python SCRIPT ...` in this process."""
+    """Run `python -m MODULE ...`, `python -c TEXT ...` or `python SCRIPT ...` in this process."""
     if not helper:
         ForkedEngine.engines = server_of_engines()
+        multiprocessing.util.spawnv_passfds = spawned
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # as in a new interpreter, it follows TMPDIR
@@ -267,6 +308,10 @@ def become(command: list[str], environment: dict[str, str], helper: bool = False
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())  # what is left to tell it by
         sys.argv = command[2:]
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    elif command[1].startswith("-"):  # also options of the interpreter
+        text = command.index("-c") + 1
+        sys.argv = ["-c", *command[text + 1 :]]
+        exec(command[text], {"__name__": "__main__"})
     else:
         sys.argv = command[1:]
         sys.path.insert(0, str(Path(command[1]).parent))

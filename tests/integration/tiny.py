@@ -27,7 +27,6 @@ from tests.fork_server import ENVIRONMENT, Forked, ForkedVLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "megatron_rft")
-SERVER = "placement[:=] ?server"  # a process of its own in a new interpreter
 RECIPE = {
     "trainer": "rl",
     "run": {"steps": 6, "seed": 3},
@@ -99,8 +98,8 @@ def start(
 ) -> subprocess.Popen:
     """`megatron-rft train` in its own process group, from the fork server or in a new interpreter."""
     asked = " ".join([recipe.read_text() if recipe.is_file() else "", *arguments])
-    in_process = unusable() is None and re.search("engine[:=] ?vllm", asked) and not re.search(SERVER, asked)
-    return ((ForkedVLLM if in_process else Forked) if forked else subprocess.Popen)(
+    vllm = unusable() is None and re.search("engine[:=] ?vllm", asked)
+    return ((ForkedVLLM if vllm else Forked) if forked else subprocess.Popen)(
         [sys.executable, *program, command, str(recipe), *arguments],
         env=os.environ | ENVIRONMENT | environment,
         stdout=stdout,
