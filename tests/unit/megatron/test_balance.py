@@ -52,6 +52,19 @@ def test_units_stay_together():
 shapes = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), min_size=1)
 
 
+def test_a_group_is_cut_if_that_fills_the_pipeline():
+    """One micro-batch of 50 tokens takes as long as four of 50 in a pipeline of four stages: four of 20 are faster."""
+    (share,) = plan(groups((10, [11] * 4)), 1, token_budget=1000, count_multiple=4, share_prompts=True)
+    assert [len(index) for index in share] == [1] * 4
+
+
+def test_the_last_token_of_each_segment_costs_nothing():
+    """A prompt of 2 tokens, and two segments of 2 and 3 that end with a token that is not fed; the second's prompt is
+    one token of the five."""
+    episode = Batch.of([[1, 2]], [[3, 4, 5, 6, 7]]).with_segments([[0, 0, -1, 1, 1]])
+    assert Costs(episode, share_prompts=False)([0]) == 2 + 3
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_is_beyond_the_budget_is_alone_and_costs_the_others_nothing(shared):
     whole = groups((10, [200, *[5] * 8]), (4, [6] * 3))
