@@ -11,14 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_rft.launching.ranks import launch
-from tests.fork_server import ENVIRONMENT, Forked
+from tests.fork_server import ENVIRONMENT, Forked, ForkedVLLM
 
 EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes minutes and is covered by less
 
 
-def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
-    """The ranks' output. Fails with the end of the output if a rank fails or `timeout` seconds have passed."""
-    return finished(Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout)
+def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 1200, vllm: bool = False) -> str:
+    """The ranks' output. Fails with the end of the output if a rank fails or `timeout` seconds have passed. `vllm`: it
+    is imported before they are forked."""
+    return finished(ForkedVLLM if vllm else Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout)
 
 
 def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:

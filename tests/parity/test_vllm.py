@@ -3,17 +3,18 @@ from actors of TP 1, TP 2 and PP 2, two syncs each, which are six of an engine; 
 workers, in fp32 and, roughly, with FP8 weights. A mixture of experts, from actors of TP 1, EP 2 and TP 2, on an engine
 of one worker, and of two in both ways. Mistral, GLM-4.5 with its router's buffers, and Gemma 3 and OLMo 3 with windows.
 
-Outside of the ranks one engine process. With MEGATRON_RFT_PARITY=all five syncs from each actor, engines in the ranks,
-processes and servers of all, in minutes.
+Outside of the ranks one engine process. The ranks of the engine of two workers are those of the real torchrun. With
+MEGATRON_RFT_PARITY=all five syncs from each actor, engines in the ranks, processes and servers of all, in minutes.
 """
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from megatron_rft.plan.vllm import unusable
-from tests.parity.launch import EVERYTHING, torchrun
+from tests.parity.launch import EVERYTHING, run_ranks, torchrun
 
 MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]
 MORE = ["experts/untied", "mistral/untied", "glm4_moe/untied", "gemma3/tied"]
@@ -36,8 +37,9 @@ SYNCS = 5 if EVERYTHING else 2
     ids=["workers", "colocated", "outside"],
 )
 def test_equal_to_transformers_after_every_sync(engines, tmp_path):
+    launch = torchrun if engines == WORKERS else partial(run_ranks, vllm=True)
     limit = 600 + 200 * len(engines)
-    output = torchrun(Path(__file__).with_name("vllm_cases.py"), 2, tmp_path, SYNCS, *engines, timeout=limit)
+    output = launch(Path(__file__).with_name("vllm_cases.py"), 2, tmp_path, SYNCS, *engines, timeout=limit)
     cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
     assert len(cases) == len(engines) * 3 * SYNCS, output[-3000:]
     assert not [case for case in cases if case[1] != "0"], "greedy tokens differ"

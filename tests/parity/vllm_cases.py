@@ -1,4 +1,4 @@
-"""Runs under torchrun: compares vLLM's output after each of SYNCS syncs from actors in three layouts with transformers.
+"""Runs on two ranks: compares vLLM's output after each of SYNCS syncs from actors in three layouts with transformers.
 
     vllm_cases.py FOLDER SYNCS PLACEMENT/FAMILY/tied|untied ...
 
