@@ -52,6 +52,7 @@ def preserved_process_state() -> Iterator[None]:
     """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
     torch.set_num_threads and freezes the garbage collector."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    gc.freeze()  # vLLM's collections then look at what it creates alone
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
