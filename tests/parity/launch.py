@@ -19,7 +19,9 @@ EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes m
 def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 1200, vllm: bool = False) -> str:
     """The ranks' output. Fails with the end of the output if a rank fails or `timeout` seconds have passed. `vllm`: it
     is imported before they are forked."""
-    return finished(ForkedVLLM if vllm else Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout)
+    return finished(
+        ForkedVLLM if vllm else Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout
+    )
 
 
 def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
