@@ -1,11 +1,14 @@
 """Counts what a stranger must read: the files and lines that one training step touches, functions that take the recipe,
 class names that stand twice, lines and modules of the package.
 
-    python tools/house.py [--list]
+    python tools/house.py [--list] [--warm]
 
 It makes the quickstart's reinforcement learning (examples/quickstart/pipo.yaml: GRPO with PIPO) small, on one rank with
 the hf engine, and traces step 5 in all threads. Every function of the package that is called counts with all its lines.
 The window of PIPO is 2, so that the step verifies. --list prints the files with their lines.
+
+The model is random: it answers noise, such as 8*C48!3465, which the grader reads as a formula. --warm starts from a
+warm start of a minute on demonstrations, as the quickstart does: the answers are then plain numbers.
 """
 
 import argparse
@@ -36,15 +39,24 @@ SMALL = {
     "pipo.window": 2,
     "checkpoint.every": 0,
 }
+WARM = {
+    "run.epochs": "null",
+    "run.steps": 150,
+    "optimizer.lr": 3e-3,
+    "data.test": "null",
+    "evaluation": "null",
+    "checkpoint.every": 0,
+}
 Code = tuple[str, int, str]  # file, first line, name of a function
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the files that the step touches")
+    parser.add_argument("--warm", action="store_true", help="let the model learn from demonstrations first")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")  # megatron-core's
-    called = traced_step()
+    called = traced_step(args.warm)
     lines = {path: lines_of(path, functions) for path, functions in called.items()}
     print(f"a step touches        {len(lines)} files, {sum(lines.values()):,} lines of their functions")
     sources = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -61,11 +73,9 @@ def main() -> None:
             print(f"{count:6} {path.relative_to(ROOT)}")
 
 
-def traced_step() -> dict[Path, set[int]]:
-    """Return by file the first lines of the functions that are called in STEP."""
+def traced_step(warm: bool = False) -> dict[Path, set[int]]:
+    """Return by file the first lines of the functions that are called in STEP. `warm`: of a model with a warm start."""
     from examples.quickstart import arithmetic
-    from megatron_rft import training
-    from megatron_rft.config import load
     from megatron_rft.training.run import TrainingRun
 
     called: set[Code] = set()
@@ -88,20 +98,31 @@ def traced_step() -> dict[Path, set[int]]:
             yield step
         follow(None)
 
-    TrainingRun.steps = steps
     with tempfile.TemporaryDirectory() as folder:
         arithmetic.write_model_folder(f"{folder}/model")
         options = SMALL | {"run.output_dir": f"{folder}/run", "model.path": f"{folder}/model"}
-        given = [f"{name}={value}" for name, value in options.items()]
-        recipe = load(str(ROOT / "examples/quickstart/pipo.yaml"), given)
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            status = training.train(recipe)
-    if status:
-        sys.exit(f"the run ended with status {status}:\n{output.getvalue()}")
+        if warm:
+            train("sft", WARM | {"run.output_dir": f"{folder}/sft", "model.path": f"{folder}/model"})
+            options |= {"model.path": f"{folder}/sft/export", "rollout.max_response_tokens": 64}
+            options["model.initialise"] = "pretrained"
+        TrainingRun.steps = steps
+        train("pipo", options)
     found: dict[Path, set[int]] = defaultdict(set)
     for file, line, _ in called:
         found[Path(file)].add(line)
     return found
+
+
+def train(name: str, options: dict[str, object]) -> None:
+    """Run a recipe of the quickstart."""
+    from megatron_rft import training
+    from megatron_rft.config import load
+
+    recipe = load(str(ROOT / f"examples/quickstart/{name}.yaml"), [f"{key}={value}" for key, value in options.items()])
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        status = training.train(recipe)
+    if status:
+        sys.exit(f"the run ended with status {status}:\n{output.getvalue()}")
 
 
 def lines_of(path: Path, first_lines: set[int]) -> int:

@@ -12,9 +12,10 @@ from tests.integration.tiny import ROOT
 
 
 @pytest.mark.slow
-def test_it_traces_a_step_and_counts():
+@pytest.mark.parametrize("warm", [False, True])
+def test_it_traces_a_step_and_counts(warm):
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/house.py", "--list"],
+        [sys.executable, ROOT / "tools/house.py", "--list", *(["--warm"] if warm else [])],
         env=os.environ | ENVIRONMENT,
         cwd=ROOT,
         capture_output=True,
@@ -25,4 +26,5 @@ def test_it_traces_a_step_and_counts():
     assert 30 < files < 90 and 1500 < lines < 5000, done.stdout
     for path in ("megatron/actor.py", "objectives/plugins/pipo.py", "inference/hf/decoder.py"):
         assert f"megatron_rft/{path}" in done.stdout, path  # the generation, in its thread or not, and the verification
+    assert ("equivalence/reader.py" in done.stdout) != warm, done.stdout  # plain numbers are not read as formulas
     assert "outside of config and plan" in done.stdout and "class names twice" in done.stdout
