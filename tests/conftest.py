@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Whatever takes longest starts first. tests/slurm waits, beside two that compute.
 LONG = ("parity/test_vllm", "integration/test_rehearse", "integration/test_vision", "bench")
 LONG += ("integration/test_shipped", "parity/test_gradient", "integration/test_agent", "integration/test_stop_signals")
-LONG += ("integration/test_soak",)
+LONG += ("integration/test_soak", "integration/test_hangs", "integration/test_wheel", "unit/inference/test_images")
 PLACES = ("slurm", *LONG, "parity", "integration", "unit/inference/vllm", "unit")
 TOGETHER = ("tests/slurm", "tests/unit/inference/vllm")  # in one worker
 
