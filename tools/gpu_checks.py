@@ -255,9 +255,9 @@ def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     actor, s = slice_actor(model, precision), ModelShape(model)
     yield "layers", str(layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
     chosen = [case for case in cases(SHORTER) if not (fused and case.recompute)]
-    update = update_of(actor, chosen[-1])  # before all: the peaks are then those of a run, which has its moments
-    times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(3)]
-    yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of three, gradients clipped"
+    update = update_of(actor, chosen[0])  # before all: the peaks are then those of a run, which has its moments
+    times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(2)]
+    yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of two, gradients clipped"
     for case in chosen:
         yield from passes(actor, case, s, chip)
 
@@ -324,6 +324,9 @@ def engine_process() -> Iterator[Row]:
 
 def arguments(recipe: str, name: str, folder: str) -> list[str]:
     """Return those of `megatron-rft` for a run of the quickstart."""
+    if PRETENDED:  # vLLM's kernels do nothing there, nothing is compiled, and memory is the host's
+        smaller = "faults.on_mismatch=warn vllm.enforce_eager=true vllm.kv_cache_memory_bytes=268435456"
+        recipe = recipe.replace("faults.on_mismatch=stop", smaller)
     recipe, *options = recipe.replace("FOLDER", folder).split()
     output = f"run.output_dir={folder}/{name.replace(' ', '_')}"
     return ["train", str(ROOT / "examples" / "quickstart" / recipe), output, "data.test=null", *options]

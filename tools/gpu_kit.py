@@ -94,18 +94,17 @@ Checks = dict[str, tuple[float, list[str]]]  # by name: seconds, arguments of Py
 def call(checks: Checks, results: Path, limit: float, archive: Path) -> bool:
     """Run the checks within `limit` seconds; what one left of its budget the next may use. Returns whether none
     failed."""
-    end, names, budgets = time.monotonic() + limit - RESERVE, [*checks], [budget for budget, _ in checks.values()]
+    end, later = time.monotonic() + limit - RESERVE, sum(budget for budget, _ in checks.values())
     passed, started = True, {}
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
         environment = unpack(archive, Path(folder, "site"))
         about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu(), "versions": versions()}
         about |= {"command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
-        for number, name in enumerate(names):
-            for near in names[len(started) : number + 1 + AHEAD]:
+        for number, (name, (budget, _)) in enumerate(checks.items()):
+            for near in [*checks][len(started) : number + 1 + AHEAD]:
                 started[near] = start([*checks[near][1], near, folder], log_of(folder, near), environment)
-            left = end - time.monotonic()
-            seconds = max(min(budgets[number], left), left - sum(budgets[number + 1 :]))
-            record = run(started[name], log_of(folder, name), seconds)
+            left, later = end - time.monotonic(), later - budget
+            record = run(started[name], log_of(folder, name), max(min(budget, left), left - later))
             passed &= record["status"].startswith(("passed", "not run: "))
             write(results, {"check": name} | record | about)
     return passed
