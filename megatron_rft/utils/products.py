@@ -17,6 +17,8 @@ from megatron_rft.utils.device import cpu_words
 BF16 = ("mm", "addmm", "bmm", "baddbmm")  # matmul and linear end in one of them
 FP32 = ("mm", "addmm")  # those of attention are too small to gain
 SMALL = 1 << 20  # multiplications: below, oneDNN takes as long as MKL or longer
+# Shapes whose kernels torch and oneDNN keep. Batches of all lengths have ever new ones: 1,024 take 250 MB or more.
+FEW_KERNELS = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 _libraries: dict[str, Any] = {}  # as long as one lives, its products replace torch's
 
 

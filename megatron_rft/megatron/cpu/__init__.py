@@ -6,6 +6,7 @@ layers        norm, gated activation, rotary embedding, and attention over share
 """
 
 import functools
+import os
 
 import torch
 
@@ -21,6 +22,7 @@ def install() -> None:
         without_cuda.redirect()
         optimizer.install_collectives()
         products.install_fp32()
+        os.environ |= products.FEW_KERNELS | os.environ
         keep_large_blocks()
         layers.install()
     _without_transformer_engine()

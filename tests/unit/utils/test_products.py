@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -51,6 +52,27 @@ def test_each_result_is_rounded_once():
     assert multiply(a.bfloat16(), b.bfloat16()).item() == 1.0
     many = torch.full((1, 256), 2.0**-8, dtype=torch.bfloat16)  # a bf16 sum would stop at 0.5 or so
     assert multiply(many, torch.ones(256, 1, dtype=torch.bfloat16)).item() == 1.0
+
+
+BATCHES_OF_ALL_LENGTHS = """
+import torch
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+weight, before = torch.ones(256, 128), resident()
+for length in range(1000, 1500):
+    torch.ops.mkldnn._linear_pointwise.default(torch.ones(length, 128), weight, None, "none", [], "")
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_few_kernels_stay_in_memory():
+    command = [sys.executable, "-c", BATCHES_OF_ALL_LENGTHS]
+    kinds = dict.fromkeys(products.FEW_KERNELS, "1024"), products.FEW_KERNELS
+    many, few = (int(subprocess.check_output(command, env=os.environ | kind)) for kind in kinds)
+    assert few < many / 2, (few, many)
 
 
 @pytest.fixture
