@@ -15,6 +15,7 @@ import compileall
 import contextlib
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -159,7 +160,8 @@ def rows(log: Path) -> Iterator[list[str]]:
     yield from (row for row in read_json_lines(log) if isinstance(row, list))
     for step in read_json_lines(log.with_suffix("") / "metrics.jsonl"):
         if "seconds/step" in step:
-            shown = ", ".join(f"{key} {step[key]:.4g}" for key in METRICS if key in step)
+            known = {key: math.nan if step[key] is None else step[key] for key in METRICS if key in step}
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in known.items())
             yield [f"step {step['step']}", shown, f"{step['seconds/step']:.2f} s"]
 
 

@@ -77,6 +77,13 @@ def test_checks_import_ahead_and_begin_in_turn(tmp_path):
     assert [each["status"] for each in called(tmp_path, 90, a=(30, first), b=(9, second))] == ["passed"] * 2
 
 
+def test_steps_of_a_run_are_rows_also_without_a_number(tmp_path):
+    (tmp_path / "run").mkdir()
+    step = {"step": 1, "seconds/step": 1.5, "mismatch/kl": None, "reward/mean": 0.5, "other": 1}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    assert [*gpu_kit.rows(tmp_path / "run.log")] == [["step 1", "reward/mean 0.5, mismatch/kl nan", "1.50 s"]]
+
+
 def test_the_page_is_what_the_report_makes_of_the_results(tmp_path):
     page = shutil.copy(gpu_kit.PAGE, tmp_path / "page.md")
     gpu_kit.report(gpu_kit.MEASURED, Path(page))
