@@ -88,8 +88,8 @@ class TrainingRun:
             self._build_engine(tokenizer, stack, given or {}, keeps_episodes)
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
-        sizes, given = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
-        throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops())
+        sizes, peak = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops or peak_tflops()
+        throughput = Throughput(sizes, dist.get_world_size(), peak)
         on_policy = not recipe.rollout.staleness
         self.monitor = Monitor(self.folder, recipe.faults, throughput, recipe.tracking.alarms, on_policy)
         self.best: BestModel | None = None
