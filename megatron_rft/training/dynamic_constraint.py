@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch, Prompt
@@ -36,7 +37,8 @@ def build_refiner(
     different times."""
     options, hf_config = engines.recipe.constraint, models.actor.hf_config
     engine = stack.enter_context(closing(engines.build_refining(hf_config)))
-    models.send_reference(engine)
+    with models.actor.use_weights(models.reference):
+        weight_sync.send(models.actor.stream(dtype=engine.dtype), engine, version=0, verify=True)
     return Refiner(
         engine,
         build.build_sampling(engines.recipe.rollout, tokenizer, options.max_tokens, options.temperature),

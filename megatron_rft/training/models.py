@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.inference import weight_sync
-from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.two_distributions import Second
@@ -171,8 +169,3 @@ class Models:
     def end_of_step(self) -> None:
         if self.teacher:
             self.teacher.update()
-
-    def send_reference(self, engine: Engine) -> None:
-        """Send the reference's weights to the refiner's engine."""
-        with self.actor.use_weights(self.reference):
-            weight_sync.send(self.actor.stream(dtype=engine.dtype), engine, version=0, verify=True)

@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
+from megatron_rft.config import plugins as section
 from megatron_rft.config.algorithms.base import Algorithm, Online
 from megatron_rft.config.algorithms.online import Setting
 from megatron_rft.config.constraint import DynamicOptions
-from megatron_rft.config.plugins import PIPO as PIPOOptions
-from megatron_rft.config.plugins import Distil
 from megatron_rft.config.sections import Section
 from megatron_rft.data.images import ALBUM, PromptImages
 from megatron_rft.data.prompts import PromptSet
@@ -38,7 +37,7 @@ from megatron_rft.training.run import TrainingRun
 from megatron_rft.training.teacher import by_row, check_images
 from megatron_rft.utils.errors import DataError
 
-PLUGINS = {DynamicOptions: DynamicConstraint, Distil: Distilled, PIPOOptions: PIPO}
+PLUGINS = {DynamicOptions: DynamicConstraint, section.Distil: Distilled, section.PIPO: PIPO}
 
 
 def train(recipe: Recipe) -> int:
