@@ -30,6 +30,12 @@ for name in ("no_proxy", "NO_PROXY"):
 # What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# While files are imported there is nothing to collect. What a run, or vLLM's start, thaws `nothing_is_left` freezes
+# again.
+gc.disable()
+unfreeze, thawed = gc.unfreeze, []
+gc.unfreeze = lambda: (thawed.append(True), unfreeze())
+
 # Whatever takes longest starts first. tests/slurm waits, beside two that compute.
 LONG = ("parity/test_vllm", "integration/test_rehearse", "integration/test_vision", "bench")
 LONG += ("integration/test_shipped", "parity/test_gradient", "integration/test_agent", "integration/test_stop_signals")
@@ -72,7 +78,7 @@ def slow_or_in(skipped: set[str], items: list[pytest.Item]) -> list[pytest.Item]
 
 
 def pytest_collection_finish() -> None:
-    gc.collect(), gc.freeze()  # so that no collection in a test looks at all that was imported
+    gc.enable(), gc.collect(), gc.freeze()  # so that no collection in a test looks at all that was imported
 
 
 def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -126,8 +132,8 @@ def held() -> dict[str, int]:
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left(request):
     """Ends what a run of this process leaves when it fails: its process groups, which hold a hundred threads."""
-    if not gc.get_freeze_count():  # a run, or the start of vLLM, has thawed what was imported
-        gc.collect(), gc.freeze()
+    if thawed:
+        gc.collect(), gc.freeze(), thawed.clear()
     before = held()
     yield
     if parallel := sys.modules.get("megatron_rft.megatron.parallel"):

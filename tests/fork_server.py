@@ -321,6 +321,7 @@ def become(command: list[str], environment: dict[str, str], helper: bool = False
 def main() -> None:
     descriptor, parent, *more = sys.argv[1:]
     die_with(int(parent))
+    gc.disable()  # while everything is imported there is nothing to collect
     warnings.simplefilter("ignore")
     # megatron-core imports flashinfer where it is installed, and that initialises CUDA, which no fork could then use
     sys.modules["flashinfer"] = None
@@ -331,7 +332,7 @@ def main() -> None:
     for name in more:
         import_module(name)
     del sys.modules["flashinfer"]
-    gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
+    gc.enable(), gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one, and the locks of the others"
     serve(socket.socket(fileno=int(descriptor)))
