@@ -42,10 +42,7 @@ MLP_NORM = {
 PRE_MLP_NORM = dict.fromkeys(MLP_NORM, "pre_feedforward_layernorm.weight")  # Gemma's name of the same
 POST_NORM = {"self_attn_bda.weight": "post_attention_layernorm.weight"}  # megatron/local_attention.py
 POST_MLP_NORM = {"mlp_bda.weight": "post_feedforward_layernorm.weight"}
-DENSE = {
-    "mlp.linear_fc1.weight": "mlp.{gate,up}_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
+DENSE = {"mlp.linear_fc1.weight": "mlp.{gate,up}_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
 EXPERTS = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.experts.{e}.linear_fc1.weight": "mlp.experts.{e}.{gate,up}_proj.weight",

@@ -1,9 +1,13 @@
 """Lets torch's compiler, SymPy, TensorBoard and wandb load at their first use on a CPU, where nothing is compiled:
-three of ten seconds of processor time until step 1. transformers, torch and megatron-core import them."""
+three of ten seconds of processor time until step 1. transformers, torch and megatron-core import them. transformers
+also reads the files of all its models twice, and those of all installed packages: 0.4 s more."""
 
+import contextlib
 import gc
 import sys
-from importlib import import_module
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module, metadata
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
@@ -21,6 +25,7 @@ def _same(function: Any = None, *args: Any, **options: Any) -> Any:
 _CACHES = SimpleNamespace(clear_lru_cache=lambda: None, get_legacy_mod_inlinelist=SimpleNamespace(cache_clear=int))
 _COMPILER = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _same)
 _SYMBOLS = ("guard_or_false", "statically_known_true", "GuardOnDataDependentSymNode")
+READ_TWICE = "transformers.utils.import_utils"
 LATE: dict[str, dict[str, Any]] = {
     "torch._dynamo": _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": None},
@@ -53,9 +58,23 @@ def load(module: ModuleType | None) -> ModuleType | None:
     return module
 
 
+_distributions = cache(metadata.packages_distributions)  # reads what each installed distribution says of its files
+
+
+class _Distributions(Mapping):
+    """The distributions of each package; they are read when a package is asked for that has no namesake."""
+
+    def __getitem__(self, package: str) -> list[str]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return [metadata.distribution(package).name]
+        return _distributions()[package]
+
+    __iter__, __len__ = (lambda self: iter(_distributions())), (lambda self: len(_distributions()))
+
+
 class _Finder(Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in LATE or not (spec := PathFinder.find_spec(name, path)):
+        if name not in (*LATE, READ_TWICE) or not (spec := PathFinder.find_spec(name, path)):
             load(sys.modules.get(name.rpartition(".")[0]))  # other modules of a package need its own code
             return None
         spec.loader, spec.loader_state = self, spec.loader
@@ -65,7 +84,12 @@ class _Finder(Loader):
         return LateModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Its code runs later."""
+        """The code of a late module runs later."""
+        if module.__name__ == READ_TWICE:
+            metadata.packages_distributions = _Distributions
+            load(module)
+            metadata.packages_distributions = _distributions.__wrapped__
+            vars(module)["create_import_structure_from_path"] = cache(module.create_import_structure_from_path)
 
 
 def lean_import(name: str) -> ModuleType:

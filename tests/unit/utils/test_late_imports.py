@@ -44,3 +44,29 @@ def test_they_are_imported_when_they_are_used():
     before, after = output.splitlines()
     assert sorted(json.loads(before)) == sorted(LATE)
     assert after == "[]"
+
+
+TABLES = """
+import importlib, importlib.metadata, json, sys, warnings
+warnings.simplefilter("ignore")
+from megatron_rft.utils.late_imports import lean_import
+transformers = (lean_import if sys.argv[1] == "lean" else importlib.import_module)("transformers")
+utils = transformers.utils.import_utils
+packages = ("torch", "yaml", "PIL", "tokenizers", "vllm", "not_there")
+print(json.dumps([
+    sorted(transformers._class_to_module.items()),
+    sorted(transformers.models._class_to_module.items()),
+    [utils._is_package_available(name, return_version=True) for name in packages],
+    [utils.PACKAGE_DISTRIBUTION_MAPPING.get(name) for name in packages],
+    "yaml" in utils.PACKAGE_DISTRIBUTION_MAPPING,
+    len(importlib.metadata.packages_distributions()),
+]))
+if sys.argv[1] == "lean":
+    assert utils.create_import_structure_from_path.cache_info().hits > 100
+"""
+
+
+def test_what_transformers_reads_once_is_the_same():
+    lean, plain = (subprocess.check_output([sys.executable, "-c", TABLES, how]) for how in ("lean", "plain"))
+    assert json.loads(lean) == json.loads(plain)
+    assert len(json.loads(lean)[0]) > 1000
