@@ -7,9 +7,9 @@
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest; nothing more is installed
 #
 # The rest is what is marked slow, and what the fast part skipped, as it needs Slurm, NeMo-Run or a login node.
-# These are installed only for `all`. Three workers: one of them mostly waits; four for the rest, as Slurm's tests wait
-# even more. The workers of a vLLM engine over several devices wait by spinning, beside which the others would take three
-# times as long: these tests come last, alone. `-n 0` as last argument runs all in one process.
+# These are installed only for `all`. Three workers: one of them mostly waits. The workers of a vLLM engine over several
+# devices wait by spinning, beside which the others would take three times as long: these tests come last, alone. `-n 0`
+# as last argument runs all in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -46,7 +46,7 @@ case "${1:-}" in
     if [ "${1:-}" = all ]; then
         install_the_rest
         export REST_OF_TESTS="$skipped"
-        run -m "not alone" -n 4 "${@:2}"
+        run -m "not alone" "${@:2}"
         run -m alone -n 0 "${@:2}"
         parts=3
         [ "$status" -eq 0 ] || echo "not all tests passed: each part above has its own summary"
