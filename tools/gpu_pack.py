@@ -35,11 +35,10 @@ PACKAGES = {
     "oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 pyzmq==27.1.0 sniffio==1.3.1 "
     "starlette==1.10.0 xgrammar==0.2.8",
 }
-LEFT_OUT = (
-    re.compile(  # also libraries that need symbols of torch 2.13 or are for Blackwell; Hopper has FlashAttention 3
-        "bin/|vllm/(vllm-rs|benchmarks/|model_executor/layers/fused_moe/configs/|third_party/(deep_gemm|fmha_sm100)/|"
-        "_qutlass_C|_deepselect_C|_flashkda_C|_flashmla|vllm_flash_attn/_vllm_fa2_C)"
-    )
+# also libraries that need symbols of torch 2.13 or are for Blackwell; Hopper has FlashAttention 3
+LEFT_OUT = re.compile(
+    "bin/|vllm/(vllm-rs|benchmarks/|model_executor/layers/fused_moe/configs/|third_party/(deep_gemm|fmha_sm100)/|"
+    "_qutlass_C|_deepselect_C|_flashkda_C|_flashmla|vllm_flash_attn/_vllm_fa2_C)"
 )
 WINDOW = 192 << 20  # bytes: libraries for one chip repeat themselves far apart
 

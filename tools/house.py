@@ -26,27 +26,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the quickstart's model
 PACKAGE = ROOT / "megatron_rft"
 STEP = 5
-SMALL = {
+OFF = {"data.test": "null", "evaluation": "null", "checkpoint.every": 0}
+SMALL = OFF | {
     "run.steps": STEP + 1,
     "model.initialise": "random",
     "data.validation": "null",
-    "data.test": "null",
-    "evaluation": "null",
     "rollout.prompts_per_step": 4,
     "rollout.group_size": 4,
     "rollout.max_response_tokens": 8,
     "rollout.engine": "hf",
     "pipo.window": 2,
-    "checkpoint.every": 0,
 }
-WARM = {
-    "run.epochs": "null",
-    "run.steps": 150,
-    "optimizer.lr": 3e-3,
-    "data.test": "null",
-    "evaluation": "null",
-    "checkpoint.every": 0,
-}
+WARM = OFF | {"run.epochs": "null", "run.steps": 150, "optimizer.lr": 3e-3}
 Code = tuple[str, int, str]  # file, first line, name of a function
 
 

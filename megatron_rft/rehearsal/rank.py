@@ -154,7 +154,7 @@ class Step:
         objective = build_objective(recipe.algorithm, recipe.setting, recipe.plugins)
         models = self._built(lambda: Networks(self.hf_config, recipe).online(objective, self._teachers()))
         whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
-        each = whole // recipe.algorithm.mini_batches(recipe.rollout.prompts_per_step)
+        each = whole // recipe.setting.mini_batches
         batch = self._batch(recipe.rollout.group_size, each)
         ratio = whole / len(batch)
         if recipe.algorithm.uses_feedback:

@@ -1,6 +1,6 @@
 """Lets torch's compiler, SymPy, TensorBoard and wandb load at their first use on a CPU, where nothing is compiled:
 three of ten seconds of processor time until step 1. transformers, torch and megatron-core import them. transformers
-also reads the files of all its models twice, and those of all installed packages: 0.4 s more."""
+also reads the files of all its models twice, and those of all installed packages: 0.3 s more."""
 
 import contextlib
 import gc

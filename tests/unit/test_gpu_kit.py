@@ -133,12 +133,12 @@ def test_what_is_packed_is_there_in_a_call_with_the_code_of_one_chip(tmp_path):
     kept = [(1, 120, bytes(27)), (2, 80, bytes(45)), codes[2], (2, 100, bytes(45))]
     (tmp_path / "site/vllm/benchmarks").mkdir(parents=True)
     (tmp_path / "site/vllm/benchmarks/left_out.py").touch()
-    (tmp_path / "site/made.py").touch()
-    (tmp_path / "site/lib.so").write_bytes(b"code" + fat_binary(*codes) + b"between" + fat_binary(codes[1]) + b"end")
+    (tmp_path / "site/made.py").write_text(f"text = {codes[1][2]}")
+    (tmp_path / "site/lib.so").write_bytes(b"code" + fat_binary(*codes) + b"between" + fat_binary(*codes[1:3]) + b"end")
     gpu_pack.archive(tmp_path / "site", tmp_path / "packed")
-    expected = b"code" + fat_binary(*kept) + b"between" + fat_binary(kept[1]) + b"end"
+    expected = b"code" + fat_binary(*kept) + b"between" + fat_binary(*kept[1:3]) + b"end"
     code = "import made; from pathlib import Path; at = Path(made.__file__).parent; assert not (at / 'vllm').exists(); "
-    code += f"assert (at / 'lib.so').read_bytes() == {expected!r}"
+    code += f"assert made.text == {codes[1][2]}; assert (at / 'lib.so').read_bytes() == {expected!r}"
     assert [each["status"] for each in called(tmp_path, 90, "packed", uses_it=(20, code))] == ["passed"]
 
 

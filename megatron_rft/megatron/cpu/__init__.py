@@ -22,7 +22,8 @@ def install() -> None:
         without_cuda.redirect()
         optimizer.install_collectives()
         products.install_fp32()
-        os.environ |= products.FEW_KERNELS | os.environ
+        for name, count in products.FEW_KERNELS.items():
+            os.environ.setdefault(name, count)
         keep_large_blocks()
         layers.install()
     _without_transformer_engine()
