@@ -25,6 +25,7 @@ from megatron_rft.environments.turns import plain
 
 KEEP_ALIVE_S = 5.0
 LARGEST = 64 << 20  # bytes of a request
+PASSES = 16  # of the loop: twice as many as from a connection to its request for a turn
 # They change the distribution of the policy, or ask for what the engine does not return. What changes nothing passes.
 REFUSED: dict[str, tuple] = {
     **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids"), ({}, [])),
@@ -96,6 +97,17 @@ class Endpoint:
             call()
 
         self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, readable)
+
+    def read_all(self) -> None:
+        """Return when the requests that clients had sent before have been opened, or when the endpoint is closed."""
+        read = threading.Event()
+
+        def again(passes: int) -> None:
+            self.loop.call_soon(again, passes - 1) if passes else read.set()
+
+        with contextlib.suppress(RuntimeError):  # closed
+            self.loop.call_soon_threadsafe(again, PASSES)
+            read.wait(1.0)
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()

@@ -249,7 +249,7 @@ class ProgramEpisode:
             while not (self.ended or self.exited):
                 now = time.monotonic()
                 wait = self.arrived + SETTLE_S - now if self.open else self.since + self.left - now
-                if wait <= 0 and not (self.open and self._runs(now)):
+                if wait <= 0 and not (self.open and (self._runs(now) or self._more_arrived())):
                     break
                 self.changed.wait(max(wait, SETTLE_S))
             if self.ended or (self.open and not self.exited):
@@ -271,6 +271,14 @@ class ProgramEpisode:
             return False
         self.arrived = now
         return True
+
+    def _more_arrived(self) -> bool:
+        """On a busy machine another sub-agent's request may wait to be read. The lock is let go meanwhile."""
+        count = len(self.open)
+        self.changed.release()
+        self.world.endpoint.read_all()
+        self.changed.acquire()
+        return len(self.open) != count
 
     def sent(self, count: int) -> None:
         """Called when the answer to `count` requests for turns has been sent."""

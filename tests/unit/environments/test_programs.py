@@ -30,7 +30,7 @@ from tools.bench.programs import byte_tokenizer
 
 pytest.importorskip("aiohttp")
 from megatron_rft.environments import endpoint  # noqa: E402
-from megatron_rft.environments.program import KEPT  # noqa: E402
+from megatron_rft.environments.program import KEPT, ProgramEpisode  # noqa: E402
 from megatron_rft.environments.programs import Programs  # noqa: E402
 from megatron_rft.environments.script import scripted  # noqa: E402
 
@@ -178,6 +178,26 @@ def test_neither_time_nor_the_number_at_once_decides(play, chat_engine, tokenize
             assert [len(part.turns) for part in parts(one)] == [len(part.turns) for part in parts(two)]
             agents = [sorted(tokens({0: each.segments[1:3]})[0]) for each in (one, two)]
             assert agents[0] == agents[1], "the sub-agents"
+
+
+def test_requests_that_wait_to_be_read_are_of_the_same_wave(play, chat_engine, tokenizer, monkeypatch):
+    """As on a busy machine, where the endpoint's thread waits for a core after each request."""
+    asked, how = requests(tokenizer), sampling(tokenizer)
+    waves = responses(play("agent", chat_engine), asked, how)
+    ask = ProgramEpisode.ask
+
+    def slow(*given):
+        asks = ask(*given)
+        asks[0].episode.world.endpoint.loop.call_soon(time.sleep, 0.1)
+        return asks
+
+    monkeypatch.setattr(ProgramEpisode, "ask", slow)
+    found = responses(play("agent", chat_engine), asked, how)
+
+    def orders(played):
+        return [part.order for group in played.values() for each in group for part in parts(each)]
+
+    assert tokens(found) == tokens(waves) and orders(found) == orders(waves)
 
 
 def test_a_lost_engine_costs_nothing(play, chat_engine, tokenizer):
