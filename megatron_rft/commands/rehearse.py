@@ -151,13 +151,9 @@ class Rehearsal:
             return f"fits {room}: {left} GiB are left at the peak, {stage.name} in {phase}"
         held = sorted((parts | {"engines": self.engine_bytes}).items(), key=lambda each: -each[1])[:3]
         largest = ", ".join(f"{name} {report.gib(size)}" for name, size in held)
+        best = sorted((size, name) for name, size in memory.knobs(self.planned) if size < self.planned.largest)[:3]
+        helps = "; ".join(f"{name} ({report.gib(self.planned.largest - size)} GiB less)" for size, name in best)
         raise ConfigError(
             f"out of memory: {stage.name} needs {report.gib(needed)} GiB in {phase}, and there are {room}; most of it: "
-            f"{largest}. What would help, by the plan's arithmetic: {self._helps()}"
+            f"{largest}. What would help, by the plan's arithmetic: {helps or 'more ranks, or a smaller model'}"
         )
-
-    def _helps(self) -> str:
-        planned = self.planned.largest
-        best = sorted((size, name) for name, size in memory.knobs(self.planned) if size < planned)[:3]
-        named = [f"{name} ({report.gib(planned - size)} GiB less)" for size, name in best]
-        return "; ".join(named) or "more ranks, or a smaller model"

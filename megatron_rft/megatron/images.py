@@ -65,11 +65,10 @@ class Images:
             features[mine] = firsts[key] + torch.arange(len(mine))
         if ((tokens == self.token) & (features < 0)).any():
             raise DataError(f"a sequence has the token {self.token} of an image, which has no image: leave it out")
-        grids = [self.source.grids(key) for key in firsts]
-        return Placed(rope, features, grids, self._pixels(firsts)) if firsts else None
-
-    def _pixels(self, keys: dict[int, int]) -> Tensor | None:
-        return torch.cat([self.source.pixels(key) for key in keys]) if self.first_stage else None
+        if not firsts:
+            return None
+        pixels = torch.cat([self.source.pixels(key) for key in firsts]) if self.first_stage else None
+        return Placed(rope, features, [self.source.grids(key) for key in firsts], pixels)
 
 
 @dataclass(frozen=True)

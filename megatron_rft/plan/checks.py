@@ -16,7 +16,6 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.rewards import RewardOptions
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
 from megatron_rft.config.trainers import Generation
 from megatron_rft.plan import host, lora, memory, model_shape, routes, teacher
@@ -84,6 +83,7 @@ def check(
     check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, of_policy)
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
+    score, kinds = getattr(recipe.environment, "score", None), {each.kind: 0 for each in recipe.reward.everything()}
     lines = [
         model_line,
         *adapters,
@@ -102,17 +102,11 @@ def check(
         ),
         f"algorithm: {_given(recipe.algorithm)}",
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
-        f"reward: {_reward_line(recipe.environment, recipe.reward)}",
+        f"reward: {f'environment.score, {score}' if score else ' + '.join(kinds)}",
         *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
-
-
-def _reward_line(environment: AnyEnvironment | None, reward: RewardOptions) -> str:
-    if score := getattr(environment, "score", None):
-        return f"environment.score, {score}"
-    return " + ".join(dict.fromkeys(each.kind for each in reward.everything()))
 
 
 def _given(section: Algorithm) -> str:
@@ -231,7 +225,10 @@ def check_files(recipe: Recipe) -> list[str]:
             _check_path(name, source.path)
         known = DATASETS.get(source.adapter)
         if known and name in parts and recipe.trainer in ("rl", "generate"):
-            _check_reward(name, source.adapter, known.reward, recipe.reward.kind)
+            needed, kind = known.reward, recipe.reward.kind
+            # Any other verifier of a program or a tool call would give every response 0.
+            if kind != needed and {"code", "tool"} & {needed, kind} and kind in ("math", "code", "tool", "choice"):
+                raise ConfigError(f"{name}: {source.adapter} is graded by reward.kind={needed}, not {kind}")
         adapter = f" ({source.adapter})" if source.adapter else ""
         where = ", from the Hugging Face hub: not checked yet" if source.on_hub else ""
         lines.append(f"{name}: {source.path.removeprefix(HUB)}{adapter}{where}")
@@ -269,12 +266,6 @@ def _check_path(option: str, path: str) -> None:
         raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")
     elif not code and suffix_of(path) is None:
         raise DataError(f"{option}: {path} is not a {READ} file")
-
-
-def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:
-    """Checks that programs and tool calls have their verifier: any other would give every response 0."""
-    if kind != needed and {"code", "tool"} & {needed, kind} and kind in ("math", "code", "tool", "choice"):
-        raise ConfigError(f"{option}: {adapter} is graded by reward.kind={needed}, not {kind}")
 
 
 def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:

@@ -164,7 +164,9 @@ class Step:
         batch = batches.with_different_logprobs(models.outputs(batch))
         for phase in ("log-probs", "log-probs of another model", "critic's values"):
             self.times[phase] = (1, ratio)
-        for update in updates_of(objective, batch, self._steps_before()).values():
+        # before PIPO verifies (its window is full) and PPO trains the policy (its critic is warm)
+        steps = (recipe.pipo.window if recipe.pipo else 0) + (recipe.critic.warmup_steps if recipe.critic else 0)
+        for update in updates_of(objective, batch, steps).values():
             if self.question.training_only and update.name not in UPDATES:
                 continue  # PIPO's verification needs the memory of the policy's update
             passes = update.epochs * update.mini_batches
@@ -238,12 +240,6 @@ class Step:
             pass
         for actor in models.trained.values():
             actor.training_state.restore()
-
-    def _steps_before(self) -> int:
-        """Return the number of steps before PIPO verifies (its window is full) and PPO trains the policy (its critic is
-        warm)."""
-        window = self.recipe.pipo.window if self.recipe.pipo else 0
-        return window + (self.recipe.critic.warmup_steps if self.recipe.critic else 0)
 
     def _built(self, make: Callable[[], Any]) -> Any:
         """Build models and load them (loading.py)."""

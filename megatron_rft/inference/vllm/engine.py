@@ -270,11 +270,8 @@ class VLLMEngine(Engine):
 
         return readback.checksums(self._model())
 
-    def _runner(self) -> Any:
-        return self.llm.model_executor.driver_worker.model_runner
-
     def _model(self) -> torch.nn.Module:
-        return self._runner().model
+        return self.llm.model_executor.driver_worker.model_runner.model
 
     # --- memory
 
