@@ -107,7 +107,8 @@ class Endpoint:
 
         with contextlib.suppress(RuntimeError):  # closed
             self.loop.call_soon_threadsafe(again, PASSES)
-            read.wait(1.0)
+            while not read.wait(1.0) and self.thread.is_alive():
+                pass
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()

@@ -140,15 +140,16 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None =
         time.sleep(0.01)
 
 
-def freeze(process: subprocess.Popen) -> bool:
-    """Stop the process, and what it started, until `thaw`. Returns False if it has ended."""
+def freeze(process: subprocess.Popen, below: bool = True) -> bool:
+    """Stop the process, and with `below` what it started, until `thaw`. Returns False if it has ended."""
     if process.poll() is not None:
         return False
     os.kill(process.pid, signal.SIGSTOP)
     happened = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     if happened.si_code != os.CLD_STOPPED:
         return False
-    signal_below(process.pid, signal.SIGSTOP)
+    if below:
+        signal_below(process.pid, signal.SIGSTOP)
     return True
 
 

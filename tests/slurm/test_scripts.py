@@ -272,9 +272,15 @@ def assert_same_end(run: Path, undisturbed: Path, steps: int) -> None:
 
 
 def pause_after_step(job, run: Path, step: int) -> None:
-    """Stop the ranks after this step, so that disturbances come in the middle of a later one."""
+    """Stop the ranks after this step, so that disturbances come in the middle of a later one: in any case after a step
+    of this start, however far the one before came."""
     log = run / "metrics.jsonl"
-    job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= step, f"step {step}")
+
+    def lines() -> int:
+        return log.read_text().count("\n") if log.exists() else 0
+
+    step = max(step, lines() + 1)
+    job.wait_for(lambda: lines() >= step, f"step {step}")
     job.pause()
 
 
