@@ -1,5 +1,6 @@
 """Programs for test_programs.py: `python agent.py NAME`."""
 
+import http.client
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 URL, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 ROW = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
@@ -80,11 +82,12 @@ def hangs() -> None:
 def leaves() -> None:
     """Processes that leave its group, or its session, go on writing, and refuse to end."""
     once()
-    write = "while true; do date >> late.txt; sleep 0.05; done"
+    write = "date >> late.txt; touch $$; while true; do date >> late.txt; sleep 0.05; done"
     subprocess.Popen(["sh", "-c", write])
     subprocess.Popen(["setsid", "sh", "-c", f"trap '' TERM HUP INT; {write}"])
     subprocess.Popen(["sh", "-c", f"setsid nohup sh -c '{write}' >/dev/null 2>&1 &"])
-    time.sleep(0.2)
+    while len(os.listdir()) < 4:  # late.txt, and a file of each
+        time.sleep(0.01)
 
 
 def looks() -> None:
@@ -135,14 +138,15 @@ def waits() -> None:
 
 def retries() -> None:
     """A client that gives up and asks again, without a header that says so, and another that says so."""
-    for question, headers in (("plain", {}), ("marked", {"x-stainless-retry-count": "1"})):
-        for attempt in range(9):
-            try:
-                post({"messages": [user(question)]}, timeout=0.2, **(headers if attempt else {}))
-                break
-            except (TimeoutError, OSError):
-                pass
-    post({"messages": [user("plain")]})  # a question of its own: the first one was answered
+    for number, headers in enumerate(({}, {"x-stainless-retry-count": "1"}), 1):
+        body = {"messages": [user(f"question {number}")]}
+        connection, key = http.client.HTTPConnection(urlsplit(URL).netloc), {"Authorization": f"Bearer {KEY}"}
+        connection.request("POST", urlsplit(URL).path + "/chat/completions", json.dumps(body).encode(), key)
+        while not Path(f"asked_{number}").exists():  # the test writes it when the engine is asked
+            time.sleep(0.01)
+        connection.close()
+        post(body, patient="1", **headers)
+    post({"messages": [user("question 1")]})  # a question of its own: the first one was answered
 
 
 def openai_client() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rft.environments.player import Episodes
-from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment
 from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.pool import EnginePool
@@ -170,8 +170,19 @@ def test_numbers_of_numpy_are_numbers(play):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_one_episode(play, fault):
+def test_a_fault_costs_one_episode(play, fault, monkeypatch):
     """The others of its process are played again in a new one, and do not change."""
+    answer = EpisodeEnvironment._answer
+
+    def patient(self, call, arguments):
+        """Only the call with the fault has the short limit."""
+        faulty = call == "step" and len(self.calls) == 2 and self.calls[0][1]["prompt"]["fields"]
+        with monkeypatch.context() as patched:
+            if not faulty or arguments is self.calls[1][1]:  # played again
+                patched.setattr(self.process, "timeout_s", 20.0)
+            return answer(self, call, arguments)
+
+    monkeypatch.setattr(EpisodeEnvironment, "_answer", patient)
     whole = responses(play(), requests())
     asked = requests()
     broken = replace(asked[2].problem, fields={"fault": fault, "fault_at": 2})

@@ -6,23 +6,25 @@ import sys
 from megatron_rft.inference.vllm.server_process import DEAF
 
 MODULE = """
-import multiprocessing, signal, sys, time
+import multiprocessing, signal, sys
 
 
-def stay(queue):
+def stay(queue, signalled):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # vLLM's processes have handlers of their own
     queue.put("ready")
-    time.sleep(0.5)
+    signalled.wait()
     queue.put("alive")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=stay, args=(queue,))
+    queue, signalled = context.Queue(), context.Event()
+    child = context.Process(target=stay, args=(queue, signalled))
     child.start()
     print(queue.get(), child.pid, sys.argv[1:], flush=True)
+    sys.stdin.read()
+    signalled.set()
     print(queue.get(), flush=True)
     child.join()
 """
@@ -31,11 +33,13 @@ if __name__ == "__main__":
 def test_a_server_and_its_processes_survive_the_stop_of_a_run(tmp_path):
     (tmp_path / "served.py").write_text(MODULE)
     command = [sys.executable, "-c", DEAF, "served", "--port", "1"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as server:
         ready, pid, *given = server.stdout.readline().split(maxsplit=2)
         assert ready == "ready" and given == ["['--port', '1']\n"]
         for each in (server.pid, int(pid)):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 os.kill(each, number)
+        server.stdin.close()
         assert server.stdout.read() == "alive\n"
     assert server.returncode == 0
