@@ -316,22 +316,15 @@ def test_a_second_start_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".position"}
 
-    for _ in range(5):
-        first = start(recipe)
-        wait_for_step(out, first, 2)
-        if freeze(first):
-            break
-        first.communicate()
-        shutil.rmtree(out)
-    else:
-        pytest.fail("the run was over before it could be stopped, five times")
-    before = files()
-    for arguments in ([], ["--nproc", "2"]):
-        status, output = train(recipe, *arguments)
-        assert status == 2 and f"process {first.pid} on" in output and "trains there" in output, output[-3000:]
-    assert files() == before
-    thaw(first)
-    assert "taken over" not in first.communicate(timeout=900)[0] and first.returncode == 0
+    def start_again(first: subprocess.Popen) -> None:
+        before = files()
+        for arguments in ([], ["--nproc", "2"]):
+            status, output = train(recipe, *arguments)
+            assert status == 2 and f"process {first.pid} on" in output and "trains there" in output, output[-3000:]
+        assert files() == before
+
+    status, output = disturbed(start_again, recipe, out, step=2)
+    assert "taken over" not in output and status == 0
     assert [line["step"] for line in metrics(out)] == list(range(9))
 
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
