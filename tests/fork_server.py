@@ -318,9 +318,8 @@ def become(command: list[str], environment: dict[str, str], helper: bool = False
         runpy.run_path(command[1], run_name="__main__")
 
 
-def main() -> None:
-    descriptor, parent, *more = sys.argv[1:]
-    die_with(int(parent))
+def import_all(more: list[str]) -> None:
+    """IMPORTED and `more`, in a process that will fork; tests/run.sh calls it so that they are compiled."""
     gc.disable()  # while everything is imported there is nothing to collect
     warnings.simplefilter("ignore")
     # megatron-core imports flashinfer where it is installed, and that initialises CUDA, which no fork could then use
@@ -332,6 +331,12 @@ def main() -> None:
     for name in more:
         import_module(name)
     del sys.modules["flashinfer"]
+
+
+def main() -> None:
+    descriptor, parent, *more = sys.argv[1:]
+    die_with(int(parent))
+    import_all(more)
     gc.enable(), gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one, and the locks of the others"

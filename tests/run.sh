@@ -18,7 +18,10 @@ extras=test,smollm2
 . tools/setup_env.sh "cpu,$extras" || . tools/setup_env.sh cpu,test # the tests of what is missing are then skipped
 
 # What three workers import is compiled once, and read from the disk, on the core that the checks of style leave idle.
-python -m pytest --collect-only -q >/dev/null 2>&1 &
+{
+    python -m pytest --collect-only -q
+    python -c "from tests import fork_server; fork_server.import_all(fork_server.VLLM)"
+} >/dev/null 2>&1 &
 ruff check .
 ruff format --check .
 pyright

@@ -42,8 +42,8 @@ choose() {
 }
 for part in "$@"; do choose "$part"; done
 
-# settings of pip that offer CPU builds are not for this environment; without bytecode an import takes minutes
-unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL PIP_CONSTRAINT PIP_NO_INDEX PYTHONDONTWRITEBYTECODE
+# settings of pip that offer CPU builds are not for this environment
+unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL PIP_CONSTRAINT PIP_NO_INDEX
 export PIP_CONFIG_FILE=/dev/null
 [ -x "$folder/venv/bin/pip" ] || python3 -m venv "$folder/venv"
 . "$folder/venv/bin/activate"

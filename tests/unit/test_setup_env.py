@@ -66,6 +66,17 @@ def test_a_gpu_environment_is_chosen_by_name_and_builds_transformer_engine_last(
     assert asked[1].endswith("--no-build-isolation transformer-engine-torch==2.20.2")
 
 
+@pytest.mark.parametrize("kind, installed", [("cpu", "--no-compile"), ("gpu", "--compile")])
+def test_what_is_imported_is_compiled_once(tmp_path, monkeypatch, kind, installed):
+    """Also in a container that says otherwise."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    python_that_notes(tmp_path)
+    done = source(tmp_path, kind, 'set -euo pipefail; . "$0" "$1"; echo "${PYTHONDONTWRITEBYTECODE-unset}"')
+    assert done.stdout.splitlines()[-1] == "unset", done
+    asked = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m pip")]
+    assert asked and all(installed in line.split() for line in asked)
+
+
 @pytest.mark.parametrize("what", ["", "vllm", "test,gpu"])
 def test_the_kind_must_be_said(tmp_path, what):
     done = source(tmp_path, what)
