@@ -35,15 +35,17 @@ PROGRAM = {
 ROLLOUT = {"max_response_tokens": 12, "group_size": 4}
 
 
-def write(folder: Path, **sections) -> Path:
+def write(folder: Path, evaluates: bool = False, **sections) -> Path:
+    """`evaluates`: a test before and after the training. Each of its episodes is a process."""
+    sections |= {} if evaluates else {"data": {"test": None}}
     sections["rollout"] = ROLLOUT | sections.get("rollout", {})
     sections["environment"] = PROGRAM | sections.get("environment", {})
     return write_recipe(folder, **{"run": {"steps": 2}} | sections)
 
 
 def check(folder: Path) -> list[dict]:
-    lines = metrics(folder / "run")
-    for line in lines[1:]:
+    lines = [line for line in metrics(folder / "run") if line["step"]]
+    for line in lines:
         assert line["environment/errors"] == 0
         assert line["environment/turns_mean"] == 5 and line["environment/segments_mean"] == 4
         assert line["reward/mean"] > 0 and line["policy/grad_norm"] > 0
@@ -51,7 +53,7 @@ def check(folder: Path) -> list[dict]:
 
 
 PARTS = {
-    "plain": {},
+    "evaluation": {"evaluates": True},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     "truncated": {"rollout": {"top_k": 3, "top_p": 0.9}},
     "process": {"rollout": {"placement": "process"}},
@@ -67,7 +69,7 @@ def test_beside_another_feature(tmp_path, name):
     assert status == 0, output[-3000:]
     assert f"reward: environment.score, {AGENT}:grade" in output
     last = check(tmp_path)[-1]
-    if name in ("plain", "truncated", "process", "ppo"):
+    if name in ("evaluation", "truncated", "process", "ppo"):
         assert abs(last["mismatch/kl"]) < 1e-6, "the trainer's log-probs are the engine's"
 
 
@@ -104,7 +106,7 @@ def test_with_vllm(tmp_path, options):
     recipe = with_vllm(write(tmp_path, rollout={"engine": "vllm"} | options, run={"steps": 4}, **stale))
     status, output = train(recipe)
     assert status == 0, output[-3000:]
-    assert len(check(tmp_path)) == 5
+    assert len(check(tmp_path)) == 4
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def one_step(folder: Path, *arguments: str) -> tuple[float, float, dict]:
     optimizer = {"lr": 1e-3, "adam_eps": 1e-3}  # with a small eps Adam makes a large step of a gradient's last bits
     status, output = train(write(folder, run={"steps": 1}, optimizer=optimizer), *arguments)
     assert status == 0, output[-3000:]
-    (_, line), weights = check(folder), load_file(folder / "run/export/model.safetensors")
+    (line,), weights = check(folder), load_file(folder / "run/export/model.safetensors")
     return line["policy/grad_norm"], line["reward/mean"], weights
 
 
@@ -149,7 +151,8 @@ def test_killed_in_a_step_and_resumed_it_ends_with_the_same_bits(tmp_path, engin
     plays, out = tmp_path / "plays", tmp_path / "killed"
     counted = {"command": [*PROGRAM["command"], str(plays)], "programs": 4}  # a group after the other
     rollout = {"engine": engine, "placement": "process" if engine == "vllm" else "colocated"}
-    recipe = write(tmp_path, run={"steps": 3}, checkpoint={"every": 1}, environment=counted, rollout=rollout)
+    sections = {"run": {"steps": 3}, "checkpoint": {"every": 1}, "environment": counted, "rollout": rollout}
+    recipe = write(tmp_path, evaluates=True, **sections)
     recipe = with_vllm(recipe) if engine == "vllm" else recipe
     status, output = train(recipe)
     assert status == 0, output[-3000:]
@@ -213,8 +216,8 @@ def test_a_program_that_does_not_repeat_itself_is_named_and_leaves_the_run_valid
     killed_in_a_step(recipe, tmp_path / "run", step=2, ended=4)
     status, output = train(recipe)
     assert status == 0, output[-3000:]
-    assert all(abs(line["mismatch/kl"]) < 1e-6 for line in check(tmp_path)[1:])
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert all(abs(line["mismatch/kl"]) < 1e-6 for line in check(tmp_path))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
     named = r"environment .*: problem \d+, answer \d: the program does not repeat itself: before .* call [34] was"
     notes = [line["note"] for line in read_json_lines(tmp_path / "run" / NOTES_FILE)]
     assert len(re.findall(named, output)) == 1 == sum(bool(re.match(named, note)) for note in notes)

@@ -245,6 +245,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     parallel.initialize(Megatron())
+    parallel.destroy_layout()
     for family in sys.argv[2:]:
         config, path = (FAMILIES | SEEING)[family], Path(sys.argv[1]) / family
         write_folder(path, config)
@@ -257,12 +258,10 @@ def main() -> None:
                 continue
             if whole_experts(config):
                 case = case | {"etp": 1} | ({"ep": 2} if "tp" in case else {})
-            parallel.destroy_layout()
             found = compare(config, case, path, batch, holder[0])
             if parallel.rank() == 0:
                 print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
         if dist.get_world_size() == 1:
-            parallel.destroy_layout()
             print("BF16", family, *rounding(config, path, batch, expected), sep="\t", flush=True)
     parallel.shutdown()
 
