@@ -96,6 +96,8 @@ def rehearse(tmp_path, capsys, worker, monkeypatch):
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
         out = tmp_path / "counts.json"
         words = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", "--gpus", str(gpus), "--json", str(out)]
+        if "tiny" in model:  # a few sequences in a micro-batch: each has operations of its own
+            words.append("batching.micro_batch_tokens=512")
         status = main.main([*words, *arguments])
         told = capsys.readouterr()
         return status, told.out, told.err, json.loads(out.read_text()) if out.is_file() else []
@@ -115,7 +117,8 @@ def of_group(stage, phase, group):
 
 def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
     layout = ["megatron.pipeline_model_parallel_size=2", "megatron.tensor_model_parallel_size=2"]
-    layout += ["megatron.sequence_parallel=true", "model.precision=bf16"]
+    layout += ["megatron.sequence_parallel=true", "model.precision=bf16", "batching.micro_batch_tokens=1024"]
+    layout += ["rollout.prompts_per_step=64", "algorithm.mini_batch_prompts=64"]
     status, told, _, stages = rehearse("pipo/tiny/ppo_pipo.yaml", "tiny", 8, *layout)
     assert status == 0, told
     assert "TP 2 x PP 2 x CP 1 x DP 2" in told and "fits" in told.splitlines()[-1]
