@@ -2,8 +2,7 @@
 
     python tools/gpu_checks.py FUNCTION [ARGUMENT ...] NAME FOLDER     imports, waits for a line, prints rows as JSON
 
-gpu_kit.py starts it. Exit status 77: something that the check needs is not here. A run has its folder in FOLDER. What
-compares with the CPU computes there in fp32, in a process of its own from which the GPU is hidden.
+gpu_kit.py starts it. Exit status 77: something that the check needs is not here. A run has its folder in FOLDER.
 """
 
 import dataclasses
@@ -12,20 +11,25 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from timeit import timeit
+from unittest.mock import patch
 
 import psutil
 import torch
 from gpu_predictions import GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, WIDTHS, Case, cases, depth
 from setups import actor_of, arithmetic, qwen3
 from shared_prompts import batch_of
+from torch.distributions import Categorical
+from torch.utils.benchmark import timer
 from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.__main__ import main as megatron_rft_command
@@ -62,12 +66,8 @@ def bound(value: float, limit: float, what: str) -> Row:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    wait = torch.cuda.synchronize if GPU else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
+    """Return the seconds until all kernels have ended. Garbage is collected meanwhile, as it is in a run."""
+    return timeit(work, "import gc; gc.enable()", timer, number=1)
 
 
 def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
@@ -89,19 +89,18 @@ def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
 def ceilings() -> Iterator[Row]:
     """Yield the rates of a matrix product and of copies: on the device, to and from pinned memory."""
     if GPU:
-        memory = torch.cuda.get_device_properties(0).total_memory
-        yield "device", CHIP, f"{memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        yield "device", CHIP, f"{torch.cuda.mem_get_info()[1] / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
     a, b = random_tensors((size, size), (size, size), dtype=dtype)
     yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
     size = (4 << 30) if LARGE else (64 << 20)
     there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
-    copies = {"on the device": (other, there), "to the device": (there, here), "from the device": (here, there)}
-    for name, (to, source) in copies.items():
-        passes, beside = (2, "bytes read and written") if to is other else (1, "pinned memory")
+    copies = (("on", other, there), ("to", there, here), ("from", here, there))
+    for name, to, source in copies:
+        passes, beside = (2, "bytes read and written") if name == "on" else (1, "pinned memory")
         rate = passes * size / measure(partial(to.copy_, source, non_blocking=True))[0]
-        yield f"copy {name}", f"{rate / 1e9:.1f} GB/s", beside
+        yield f"copy {name} the device", f"{rate / 1e9:.1f} GB/s", beside
 
 
 # ---- log-probs
@@ -116,14 +115,12 @@ def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tenso
 def logprobs_in_float64() -> Iterator[Row]:
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 6e-2)):
         hidden, weight, targets = logprob_arguments(dtype, 256)
-        found = torch.stack(logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight)))
-        worst, wide = torch.zeros(2, device=DEVICE), weight.double().t()
-        for part in torch.arange(len(hidden), device=DEVICE).split(512):
-            full = (hidden[part].double() @ wide).log_softmax(-1)
-            true = torch.stack([full.gather(1, targets[part, None])[:, 0], -(full.exp() * full).sum(-1)])
-            worst = worst.maximum((found[:, part] - true).abs().amax(1))
-        for name, value in zip(("log-prob", "entropy"), worst.tolist(), strict=True):
-            yield bound(value, limit, f"{name}, {dtype}, T={len(hidden)} V={len(weight)}, largest difference")
+        found = logprobs_and_entropy(hidden, weight, targets, vocab_size=len(weight))
+        true = Categorical(logits=hidden.double() @ weight.double().t())
+        expected = {"log-prob": true.log_prob(targets), "entropy": true.entropy()}
+        for name, values in zip(expected, found, strict=True):
+            what = f"{name}, {dtype}, T={len(hidden)} V={len(weight)}, largest difference"
+            yield bound((values - expected[name]).abs().max().item(), limit, what)
 
 
 def logprob_speed() -> Iterator[Row]:
@@ -190,28 +187,19 @@ def distance(found: dict, expected: dict) -> dict[str, float]:
 
 
 def parity(kinds: str, precisions: str) -> Iterator[Row]:
-    """Compare with the CPU in fp32, and FP8 with bf16. Of a mixture in less than fp32 only the loss is bounded: where
-    rounding sends a token to another expert, gradients differ."""
-    with tempfile.NamedTemporaryFile() as file:
-        command = [sys.executable, __file__, "reference", kinds, file.name, "CPU", ""]
-        hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        cpu = subprocess.Popen(command, env=hidden, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        print("begin", file=cpu.stdin, flush=True)
-        found = {each: {kind: gradients(kind, each) for kind in kinds.split("/")} for each in precisions.split("/")}
-        if cpu.wait():
-            raise RuntimeError("the CPU reference failed, see above")
-        pairs = [(precision, CPU) for precision in found] + [("fp8", "bf16")] * ("fp8" in found)
-        found[CPU] = torch.load(file.name)
-    for kind, (precision, other) in itertools.product(kinds.split("/"), pairs):
+    """Compare with a process that computes on the CPU in fp32, and FP8 with bf16. Of a mixture in less than fp32 only
+    the loss is bounded: where rounding sends a token to another expert, gradients differ."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as cpu:
+        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # for the process, which starts here
+            reference = {kind: cpu.submit(gradients, kind, "fp32") for kind in kinds.split("/")}
+        found = {each: {kind: gradients(kind, each) for kind in reference} for each in precisions.split("/")}
+    pairs = [(precision, CPU) for precision in found] + [("fp8", "bf16")] * ("fp8" in found)
+    found[CPU] = {kind: computed.result() for kind, computed in reference.items()}
+    for kind, (precision, other) in itertools.product(reference, pairs):
         routed = precision != "fp32" and kind in ("mixture", "gpt-oss")
         for what, value in distance(found[precision][kind], found[other][kind]).items():
             limit = math.inf if routed and what != "loss" else PARITY[precision][what != "loss"]
             yield bound(value, limit, f"{kind}, {precision} against {other}: {what}")
-
-
-def reference(kinds: str, path: str) -> Iterator[Row]:
-    torch.save({kind: gradients(kind, "fp32") for kind in kinds.split("/")}, path)
-    yield from ()
 
 
 # ---- speed and memory of an 8B model's layers
@@ -280,13 +268,12 @@ def offload() -> Iterator[Row]:
     step = partial(actor.step, *update_of(actor, cases(SHORTER)[0]), learning_rate=1e-6)
     step()
     state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
+    held = torch.cuda.memory_allocated()
     for number in ("first", "second"):
-        held, taken = torch.cuda.memory_allocated(), seconds(state.offload)
-        freed = held - torch.cuda.memory_allocated()
+        away, freed = seconds(state.offload), held - torch.cuda.memory_allocated()
         moved = sum(size for _, size, copy in state.away if copy is not None) / 1e9
-        yield f"to the host, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
-        taken = seconds(state.restore)
-        yield f"back, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
+        for way, taken in (("to the host", away), ("back", seconds(state.restore))):
+            yield f"{way}, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
     yield "memory that it frees", f"{freed / GIB:.2f} GiB", "gradients and optimizer"
     if sums != [checksum(tensor) for tensor in actor.optimizer.tensors()]:
         raise AssertionError("the optimizer's state came back with other bits")
@@ -338,8 +325,7 @@ def main(function: str, *given: str) -> int:
     if function == "run":
         importlib.import_module("megatron_rft.training")
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
-    if not sys.stdin.readline():  # the check imports before its turn
-        return 1  # which never comes: the call was killed
+    sys.stdin.readline()  # the check imports before its turn
     library = name.split()[0].strip(":")
     if not {"TE": spec.has_transformer_engine(), "vLLM": importlib.util.find_spec("vllm")}.get(library, True):
         print(f"{library} is not installed, or no GPU is here")

@@ -1,13 +1,11 @@
 """What a GPU shows in calls of five minutes, where one is lent for a quarter of an hour without a network:
 
-    python tools/gpu_pack.py 1 [2] [3]         here: all that a call needs, into the folder build/gpu_kit/1
+    python tools/gpu_kit.py pack 1 [2] [3]     here: all that a call needs, into the folder build/gpu_kit/1
     python build/gpu_kit/1/tools/gpu_kit.py call 1 --results FILE     there: runs the checks, adds a line for each
     python tools/gpu_kit.py report             docs/gpu_results.md from tools/gpu_measured.jsonl
 
-The other machine has Python 3.12 with torch 2.11 for CUDA 13, transformers 5.17, numpy and safetensors. Call 1 uses
-torch's layers, call 2 Transformer Engine's, and call 3 vLLM. Each check has a process of its own and a budget in
-seconds, and its line is on the disk and in the output before the next one starts. A check that fails, hangs or dies
-does not stop the next. A call ends 30 s before its limit. Without a GPU the checks run at their smallest size.
+docs/gpu_results.md says what the other machine has, what each check measures, and how a call ends in time. Call 1 uses
+torch's layers, call 2 Transformer Engine's, and call 3 vLLM.
 """
 
 import argparse
@@ -15,10 +13,12 @@ import compileall
 import contextlib
 import datetime
 import json
+import lzma
 import math
 import os
+import re
 import shutil
-import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -31,10 +31,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rft.utils.files import read_json_lines  # noqa: E402
+from megatron_rft.utils.files import flush, read_json_lines  # noqa: E402
+from megatron_rft.utils.processes import end_reaper, start_helper  # noqa: E402
 
 MEASURED, PREDICTED = ROOT / "tools" / "gpu_measured.jsonl", ROOT / "tools" / "gpu_predicted.json"
-PAGE = ROOT / "docs" / "gpu_results.md"
+CHECKS, PAGE, PACKED = "tools/gpu_checks.py", ROOT / "docs" / "gpu_results.md", ROOT / "build" / "gpu_kit"
 LIMIT, RESERVE, MISSING = 300, 30, 77  # seconds of a call, and left at its end; exit status: something is not here
 AHEAD = 3  # checks after the present one whose processes import already
 LONGEST = 40  # rows of a check that the page has in full, of others the first and the last two
@@ -86,36 +87,116 @@ CALLS = {
         "vLLM fp8_per_block weights": (300, "run", ROUNDED + "vllm.quantization=fp8_per_block"),
     },
 }
-Checks = dict[str, tuple[float, list[str]]]  # by name: seconds, arguments of Python without the name and the folder
+
+
+# ---- packing: the packages that the other machine lacks, for its Python 3.12, as requirements-gpu.lock has them. Of a
+# library's code for many chips only that of sm_90, without what a dense model in bf16 or FP8 on Hopper never loads.
+
+LARGEST = {1: 15, 2: 60, 3: 60}  # MiB to carry
+BASE = "megatron-core pydantic pydantic-core annotated-types typing-inspection psutil cloudpickle "
+# All that these import beside what an image with torch and transformers has (for vLLM also aiohttp, httpx, numba,
+# opencv, protobuf, sentencepiece, tiktoken and the like): pip adds nothing.
+PACKAGES = {
+    1: BASE + "pillow",
+    2: BASE + "transformer-engine transformer-engine-cu13 transformer-engine-torch einops nvdlfw-inspect onnx onnx-ir "
+    "onnxscript ml-dtypes protobuf importlib-metadata lazy-importer zipp",
+    3: BASE + "vllm apache-tvm-ffi cachetools cbor2 compressed-tensors fastapi httpx2 llguidance loguru msgspec openai "
+    "oss-harmony partial-json-parser pybase64 pyzmq sniffio starlette xgrammar",
+}
+# also libraries that need symbols of torch 2.13 or are for Blackwell; Hopper has FlashAttention 3
+LEFT_OUT = re.compile(
+    "bin/|vllm/(vllm-rs|benchmarks/|model_executor/layers/fused_moe/configs/|third_party/(deep_gemm|fmha_sm100)/|"
+    "_qutlass_C|_deepselect_C|_flashkda_C|_flashmla|vllm_flash_attn/_vllm_fa2_C)"
+)
+WINDOW = 192 << 20  # bytes: libraries for one chip repeat themselves far apart
+
+
+def pack(number: int, folder: Path, packages: bool = True) -> int:
+    """Fill the folder of a call. Returns its bytes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("megatron_rft", "examples/quickstart", "tools/bench"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.glob("tools/gpu_*"):
+        shutil.copy(file, folder / "tools")
+    if packages:
+        with tempfile.TemporaryDirectory() as site:
+            install(number, site)
+            archive(Path(site), folder / "site.tar.xz")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {size / 2**20:.1f} MiB")
+    if size > LARGEST[number] << 20:
+        raise SystemExit(f"{folder} has more than {LARGEST[number]} MiB")
+    return size
+
+
+def install(number: int, site: str) -> None:
+    command = [sys.executable, "-m", "pip", "-q", "install", "--target", site, *PACKAGES[number].split()]
+    command += ["-c", str(ROOT / "requirements-gpu.lock"), "--find-links", str(PACKED / "compiled")]
+    command += ["--no-deps", "--no-compile", "--only-binary=:all:", "--python-version=3.12"]
+    subprocess.run(command, check=True)
+
+
+def archive(site: Path, target: Path) -> None:
+    """Pack a folder of packages. Files of one kind lie beside each other, in a window that spans many."""
+    files = [file for file in site.rglob("*") if file.is_file() and not LEFT_OUT.match(str(file.relative_to(site)))]
+    how = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": WINDOW}]
+    with lzma.open(target, "wb", filters=how) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for file in sorted(files, key=lambda file: (file.suffix, file)):
+            if ".so" in file.name:
+                file.write_bytes(cut(file.read_bytes()))
+            tar.add(file, file.relative_to(site))
+
+
+def cut(library: bytes, keep: int = 90, newer: int = 120) -> bytes:
+    """Zeros in place of the code in a library's fat binaries that is not of the chip sm_`keep`, PTX included. Headers
+    stay, so that the driver finds the chip's code where it was; those of PTX then name a `newer` chip, so that no
+    driver compiles the zeros.
+
+    A fat binary is a header of 16 bytes (its last 8 are the size of what follows) and entries: u16 kind (1 PTX, 2 ELF),
+    u16, u32 size of the entry's header, u64 size of the code, 12 bytes, u32 chip."""
+    data, magic = bytearray(library), struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    at = data.find(magic)
+    while at >= 0:
+        here, end = at + 16, at + 16 + struct.unpack_from("<Q", data, at + 8)[0]
+        while here < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, here)
+            if (kind, struct.unpack_from("<I", data, here + 28)[0]) != (2, keep):
+                data[here + header : here + header + size] = bytes(size)
+                if kind == 1:
+                    struct.pack_into("<I", data, here + 28, newer)
+            here += header + size
+        at = data.find(magic, end)
+    return bytes(data)
 
 
 # ---- a call
 
 
-def call(checks: Checks, results: Path, limit: float, archive: Path) -> bool:
+def call(checks: dict[str, tuple], results: Path, limit: float, packages: Path, program: str = CHECKS) -> bool:
     """Run the checks within `limit` seconds; what one left of its budget the next may use. Returns whether none
     failed."""
-    end, later = time.monotonic() + limit - RESERVE, sum(budget for budget, _ in checks.values())
+    end, later = time.monotonic() + limit - RESERVE, sum(budget for budget, *_ in checks.values())
     passed, started = True, {}
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
-        environment = unpack(archive, Path(folder, "site"))
+        given = {"cwd": ROOT, "env": unpack(packages, Path(folder, "site")), "stdin": subprocess.PIPE, "text": True}
         about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu(), "versions": versions()}
         about |= {"command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
-        for number, (name, (budget, _)) in enumerate(checks.items()):
+        for number, (name, (budget, *_)) in enumerate(checks.items()):
             for near in [*checks][len(started) : number + 1 + AHEAD]:
-                started[near] = start([*checks[near][1], near, folder], log_of(folder, near), environment)
+                log = Path(folder, near.replace(" ", "_") + ".log")  # a run's folder has its name without the ending
+                command = [sys.executable, program, *checks[near][1:], near, folder]
+                started[near] = start_helper(command, reap=True, log=log, **given), log
             left, later = end - time.monotonic(), later - budget
-            record = run(started[name], log_of(folder, name), max(min(budget, left), left - later))
+            record = run(*started[name], max(min(budget, left), left - later))
             passed &= record["status"].startswith(("passed", "not run: "))
             write(results, {"check": name} | record | about)
     return passed
 
 
-def unpack(archive: Path, site: Path) -> dict[str, str]:
+def unpack(packages: Path, site: Path) -> dict[str, str]:
     """Unpack the packages that were carried, if there are some. Returns the environment of the checks."""
-    if archive.exists():
-        with tarfile.open(archive) as tar:
-            tar.extractall(site, filter="data")
+    if packages.exists():
+        shutil.unpack_archive(packages, site, filter="data")
         for each in (site, ROOT / "megatron_rft", ROOT / "tools"):
             compileall.compile_dir(each, quiet=2, workers=0)
     sys.path.insert(0, str(site))  # where `versions` looks
@@ -124,35 +205,22 @@ def unpack(archive: Path, site: Path) -> dict[str, str]:
     return os.environ | given | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-def log_of(folder: str, name: str) -> Path:
-    """The output of a check. A run's own folder has the same name without the ending."""
-    return Path(folder, name.replace(" ", "_") + ".log")
-
-
-def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
-    """Start a check. It imports, and waits for a line before its work."""
-    with log.open("w") as out:
-        pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out, "text": True, "start_new_session": True}
-        return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
-
-
 def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
-    """Let a check run; after `seconds` it is killed with all processes that it started, and what it printed counts."""
+    """Let a check begin, which has imported and waits for a line; after `seconds` it is killed with all processes that
+    it started, and what it printed counts."""
     begin, code = time.monotonic(), None
     if seconds > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate("begin\n", timeout=seconds)
             code = process.returncode
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end_reaper(process)
     text = log.read_text(errors="replace")
     killed = f"FAILED: killed after {seconds:.0f} s" if seconds > 0 else "not run: no time was left"
-    status = {0: "passed", MISSING: f"not run: {text.strip().rpartition(chr(10))[2]}", None: killed}
-    record = {"status": status.get(code, f"FAILED: exit status {code}"), "seconds": round(time.monotonic() - begin, 1)}
-    if record["status"].startswith("FAILED"):
+    known = {0: "passed", MISSING: f"not run: {text.strip().rpartition(chr(10))[2]}", None: killed}
+    status = known.get(code, f"FAILED: exit status {code}")
+    if status.startswith("FAILED"):
         print(text[-3000:], flush=True)
-    return record | {"rows": [*rows(log)]}
+    return {"status": status, "seconds": round(time.monotonic() - begin, 1), "rows": [*rows(log)]}
 
 
 def rows(log: Path) -> Iterator[list[str]]:
@@ -172,18 +240,16 @@ def write(results: Path, record: dict) -> None:
     try:
         results.parent.mkdir(parents=True, exist_ok=True)
         with results.open("a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            print(line, file=file)
+        flush(results)
     except OSError as error:
         print(f"{results} could not be written ({error}): the line above is all there is", flush=True)
 
 
 def gpu() -> str:
     """The name of the first GPU, without torch, which would keep memory of it; "" without one."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True)
-    return done.stdout.partition("\n")[0].strip() if done and not done.returncode else ""
+    status, names = subprocess.getstatusoutput("nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null")
+    return "" if status else names.partition("\n")[0].strip()
 
 
 def versions() -> str:
@@ -203,10 +269,10 @@ def report(results: Path, page: Path) -> None:
         raise SystemExit(f"{results} has no line that was measured on a GPU: {page} stays as it is")
     predicted, text = json.loads(PREDICTED.read_text()), ""
     for record in measured:
-        check, chip = record["check"], next((chip for chip in ("H100", "H200") if chip in record["device"]), "")
-        cpu = {what: f"{found}, {near}" for what, found, near in newest.get((False, check), {"rows": []})["rows"]}
-        tables = {"plan and floors": predicted.get(chip, {}).get(check, {}), "on a CPU": cpu}
-        tables["rehearse"] = predicted.get(f"{chip} rehearsed", {}).get(check, {})
+        check, chip = record["check"], next((name for name in predicted if name in record["device"]), None)
+        tables = {column: table.get(check, {}) for column, table in predicted.get(chip, {}).items()}
+        cpu = newest.get((False, check), {"rows": []})["rows"]
+        tables["on a CPU"] = {what: f"{found}, {near}" for what, found, near in cpu}
         text += "\n".join(section(record, tables)) + "\n"
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n{text}{END}{rest.split(END)[1]}")
@@ -227,8 +293,8 @@ def section(record: dict, tables: dict[str, dict[str, str]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a GPU shows in calls of five minutes.")
-    parser.add_argument("what", choices=("call", "report"))
-    parser.add_argument("numbers", nargs="*", type=int, help="of call: 1, 2, 3")
+    parser.add_argument("what", choices=("pack", "call", "report"))
+    parser.add_argument("numbers", nargs="*", type=int, help="of pack and call: 1, 2, 3")
     parser.add_argument("--only", nargs="+", default=[""], help="of call: checks whose name has one of these in it")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gpu_kit.jsonl", help="of call")
     parser.add_argument("--limit", type=float, help=f"seconds of a call; {LIMIT}, of call 3 those of all its checks")
@@ -239,9 +305,11 @@ def main() -> None:
         report(MEASURED, PAGE)
     passed = True
     for number in args.numbers:
-        chosen = {name: check for name, check in CALLS[number].items() if any(word in name for word in args.only)}
-        checks = {name: (budget, ["tools/gpu_checks.py", *rest]) for name, (budget, *rest) in chosen.items()}
-        limit = args.limit or max(LIMIT, sum(budget for budget, _ in checks.values()) + RESERVE)
+        if args.what == "pack":
+            pack(number, PACKED / str(number))
+            continue
+        checks = {name: check for name, check in CALLS[number].items() if any(word in name for word in args.only)}
+        limit = args.limit or max(LIMIT, sum(budget for budget, *_ in checks.values()) + RESERVE)
         passed &= call(checks, args.results, limit, ROOT / "site.tar.xz")
     sys.exit(not passed)
 

@@ -48,15 +48,15 @@ class Case:
 
     def options(self, model: str) -> list[str]:
         """Options of the recipe whose update is this case."""
-        whole = "megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
-        return [
-            *("pipo=null", "evaluation.every=null", "data.validation=null", "data.test=null", "rollout.engine=hf"),
-            *(f"model.path={model}", "model.precision=bf16", f"data.max_prompt_tokens={self.prompt}"),
-            *(f"rollout.max_response_tokens={self.response}", f"rollout.group_size={GROUP}"),
-            *(f"rollout.prompts_per_step={self.groups}", f"batching.micro_batch_tokens={MICRO_BATCH}"),
-            f"batching.share_prompts={'auto' if self.shared else 'off'}",
-            *([whole] if self.recompute else []),
-        ]
+        given = f"""model.precision=bf16 pipo=null rollout.engine=hf
+            data.max_prompt_tokens={self.prompt} rollout.max_response_tokens={self.response}
+            rollout.prompts_per_step={self.groups} rollout.group_size={GROUP} batching.micro_batch_tokens={MICRO_BATCH}
+            batching.share_prompts={"auto" if self.shared else "off"}
+            evaluation.every=null data.validation=null data.test=null"""
+        if self.recompute:
+            given += " megatron.recompute_granularity=full megatron.recompute_method=uniform"
+            given += " megatron.recompute_num_layers=1"
+        return [f"model.path={model}", *given.split()]
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -97,13 +97,13 @@ def shape(layers: int) -> ModelShape:
     return ModelShape(QWEN3_8B | {"num_hidden_layers": layers})
 
 
+def needed(layers: int) -> int:
+    return max(case.memory(shape(layers)).phases["training"] for case in CASES)
+
+
 def depth(usable: float) -> int:
     """Return the largest number of layers, at least two, with which every case fits."""
-
-    def fits(layers: int) -> bool:
-        return all(case.memory(shape(layers)).phases["training"] <= usable - SLACK for case in CASES)
-
-    return next((layers for layers in range(36, 2, -1) if fits(layers)), 2)
+    return next((layers for layers in range(36, 2, -1) if needed(layers) <= usable - SLACK), 2)
 
 
 def planned_slice(chip: Device) -> dict[str, str]:
@@ -141,8 +141,8 @@ def rehearsed(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, Worker() as worker:
         Path(folder, "config.json").write_text(json.dumps(model))
         for case in CASES:
-            words = ["rehearse", str(RECIPE), *case.options(folder), "--device", name, "--training-only"]
-            words += ["--gpus", "1", "--fraction", "1"]
+            words = f"--device {name} --training-only --gpus 1 --fraction 1".split()
+            words = ["rehearse", str(RECIPE), *case.options(folder), *words]
             peak = Rehearsal(parse(words)).stage(0, worker).found["peaks"]["training"]["total"]
             found[f"{case}: peak memory"] = f"{peak / GIB:.1f} GiB"
     return found
@@ -151,6 +151,6 @@ def rehearsed(name: str) -> dict[str, str]:
 if __name__ == "__main__":
     table = {}
     for name in ("h100", "h200"):
-        table[name.upper()] = planned(DEVICES[name])
-        table[f"{name.upper()} rehearsed"] = {"slice of Qwen3-8B": rehearsed(name)}
+        columns = {"plan and floors": planned(DEVICES[name]), "rehearse": {"slice of Qwen3-8B": rehearsed(name)}}
+        table[name.upper()] = columns
     FILE.write_text(json.dumps(table, indent=1) + "\n")

@@ -1,7 +1,6 @@
 """tools/gpu_kit.py: no check stops the next, what was found is on the disk at once, only a GPU's figures count."""
 
 import inspect
-import io
 import json
 import shutil
 import struct
@@ -14,22 +13,20 @@ import pytest
 
 from megatron_rft.config import load
 from megatron_rft.plan.devices import DEVICES
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "bench")]
-
-import gpu_kit  # noqa: E402
-import gpu_pack  # noqa: E402
-import gpu_predictions  # noqa: E402
+from megatron_rft.utils.files import read_json_lines
+from tools import gpu_kit, gpu_predictions
 
 ROW = """input(); print('["a", "1 ms", "floor 2 ms"]', flush=True)"""
 
 
-def called(tmp_path, limit: float, archive: str = "none", **checks: tuple[float, str]) -> list[dict]:
-    """Call with checks of (budget, Python code)."""
-    made = {name: (budget, ["-c", code]) for name, (budget, code) in checks.items()}
-    gpu_kit.call(made, tmp_path / "results", limit, tmp_path / archive)
-    return [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+def called(tmp_path: Path, limit: float, packages: str = "none", **checks: tuple[float, str]) -> dict[str, dict]:
+    """Call with checks of (budget, Python code). Returns the results by name."""
+    gpu_kit.call(checks, tmp_path / "results", limit, tmp_path / packages, "-c")
+    return {record["check"]: record for record in read_json_lines(tmp_path / "results")}
+
+
+def statuses(results: dict[str, dict]) -> list[str]:
+    return [record["status"] for record in results.values()]
 
 
 def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
@@ -45,26 +42,27 @@ def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
         lacks=(12, f"{ROW}; print('no vllm'); raise SystemExit({gpu_kit.MISSING})"),
         passes=(0.1, ROW),
     )
-    assert [each["status"] for each in found[:2]] == ["FAILED: exit status 3", "FAILED: exit status -9"]
-    assert found[2]["status"].startswith("FAILED: killed after ")
-    assert [each["status"] for each in found[3:]] == ["not run: no vllm", "passed"]  # with time that others left
-    assert all(each["rows"] == [["a", "1 ms", "floor 2 ms"]] for each in found)
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")] == found
+    assert statuses(found)[:2] == ["FAILED: exit status 3", "FAILED: exit status -9"]
+    assert found["hangs"]["status"].startswith("FAILED: killed after ")
+    assert statuses(found)[3:] == ["not run: no vllm", "passed"]  # with time that others left
+    assert all(each["rows"] == [["a", "1 ms", "floor 2 ms"]] for each in found.values())
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert printed == [*found.values()]
     time.sleep(4)
     assert not left.exists()  # the process that the third one had started is gone, too
 
 
 def test_a_shorter_limit_cuts_the_end(tmp_path):
     begin, sleeps = time.monotonic(), (99, "import time; time.sleep(99)")
-    found = called(tmp_path, 36, a=sleeps, b=sleeps)
-    assert found[0]["status"].startswith("FAILED: killed after") and found[1]["status"] == "not run: no time was left"
+    first, second = statuses(called(tmp_path, 36, a=sleeps, b=sleeps))
+    assert first.startswith("FAILED: killed after") and second == "not run: no time was left"
     assert time.monotonic() - begin < 26  # the rest is left of the limit
     for number in (1, 2):
         assert sum(seconds for seconds, *_ in gpu_kit.CALLS[number].values()) <= gpu_kit.LIMIT - gpu_kit.RESERVE
 
 
 def test_a_full_disk_leaves_the_lines_in_the_output(tmp_path, capsys):
-    assert gpu_kit.call({"passes": (9, ["-c", ROW])}, Path("/dev/full"), 60, tmp_path / "none")
+    assert gpu_kit.call({"passes": (9, ROW)}, Path("/dev/full"), 60, tmp_path / "none", "-c")
     out = capsys.readouterr().out
     assert '"check": "passes", "status": "passed"' in out and "could not be written" in out
 
@@ -74,7 +72,7 @@ def test_checks_import_ahead_and_begin_in_turn(tmp_path):
     code = "import sys, time; from pathlib import Path; at = Path(sys.argv[2]); (at / sys.argv[1]).touch(); input(); "
     wait = "[time.sleep(0.1) for _ in range(200) if not (at / 'b').exists()]; assert (at / 'b').exists(); "
     first, second = f"{code}{wait}(at / 'done').touch()", f"{code}assert (at / 'done').exists()"
-    assert [each["status"] for each in called(tmp_path, 90, a=(30, first), b=(9, second))] == ["passed"] * 2
+    assert statuses(called(tmp_path, 90, a=(30, first), b=(9, second))) == ["passed"] * 2
 
 
 def test_steps_of_a_run_are_rows_also_without_a_number(tmp_path):
@@ -112,15 +110,13 @@ def test_the_report_has_the_newest_result_of_a_gpu_beside_its_prediction(tmp_pat
 
 @pytest.mark.parametrize("name", ["H100", "H200"])
 def test_predictions_are_those_of_the_plan(name):
-    table, chip = json.loads(gpu_kit.PREDICTED.read_text()), DEVICES[name.lower()]
-    assert table[name] == gpu_predictions.planned(chip)
-    figures = table[name]["slice of Qwen3-8B"].keys() - {"layers", "optimizer's step"}
+    table, chip = json.loads(gpu_kit.PREDICTED.read_text())[name], DEVICES[name.lower()]
+    assert table["plan and floors"] == gpu_predictions.planned(chip)
+    figures = table["plan and floors"]["slice of Qwen3-8B"].keys() - {"layers", "optimizer's step"}
     assert len(figures) == 3 * len(gpu_predictions.CASES)
     peaks = {what for what in figures if what.endswith("peak memory")}
-    assert table[f"{name} rehearsed"]["slice of Qwen3-8B"].keys() == peaks
-    deeper = gpu_predictions.shape(gpu_predictions.depth(chip.usable) + 1)
-    most = max(case.memory(deeper).phases["training"] for case in gpu_predictions.CASES)
-    assert most > chip.usable - gpu_predictions.SLACK
+    assert table["rehearse"]["slice of Qwen3-8B"].keys() == peaks
+    assert gpu_predictions.needed(gpu_predictions.depth(chip.usable) + 1) > chip.usable - gpu_predictions.SLACK
 
 
 def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
@@ -135,31 +131,30 @@ def test_what_is_packed_is_there_in_a_call_with_the_code_of_one_chip(tmp_path):
     (tmp_path / "site/vllm/benchmarks/left_out.py").touch()
     (tmp_path / "site/made.py").write_text(f"text = {codes[1][2]}")
     (tmp_path / "site/lib.so").write_bytes(b"code" + fat_binary(*codes) + b"between" + fat_binary(*codes[1:3]) + b"end")
-    gpu_pack.archive(tmp_path / "site", tmp_path / "packed")
+    gpu_kit.archive(tmp_path / "site", tmp_path / "packed.tar.xz")
     expected = b"code" + fat_binary(*kept) + b"between" + fat_binary(*kept[1:3]) + b"end"
     code = "import made; from pathlib import Path; at = Path(made.__file__).parent; assert not (at / 'vllm').exists(); "
     code += f"assert made.text == {codes[1][2]}; assert (at / 'lib.so').read_bytes() == {expected!r}"
-    assert [each["status"] for each in called(tmp_path, 90, "packed", uses_it=(20, code))] == ["passed"]
+    assert statuses(called(tmp_path, 90, "packed.tar.xz", uses_it=(20, code))) == ["passed"]
 
 
 def test_the_packed_folder_runs_alone(tmp_path):
     """With this environment's packages: a check of torch's layers passes, and one lacks its GPU."""
-    assert gpu_pack.pack(1, tmp_path / "packed", packages=False) < 10 << 20
+    assert gpu_kit.pack(1, tmp_path / "packed", packages=False) < 10 << 20
     command = [sys.executable, "-P", str(tmp_path / "packed/tools/gpu_kit.py"), "call", "1", "2", "--limit", "600"]
     command += ["--results", str(tmp_path / "found"), "--only", "slice of", "mixture layer"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    found = read_json_lines(tmp_path / "found")
     slice_of_8b = {what: value for what, value, _ in found[0]["rows"]}
     assert sum(what.endswith("tokens/s") for what in slice_of_8b) == 8 and "optimizer's step" in slice_of_8b
     assert [each["status"].split(": ")[0] for each in found] == ["passed", "not run"]
 
 
-def test_every_check_exists_and_recipes_take_the_options_of_the_runs(monkeypatch, tmp_path):
+def test_every_check_exists_and_recipes_take_the_options_of_the_runs(monkeypatch):
+    monkeypatch.syspath_prepend(gpu_kit.ROOT / "tools")
+    monkeypatch.syspath_prepend(gpu_kit.ROOT / "tools" / "bench")
     import gpu_checks
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO())  # the call was killed before this check's turn
-    assert gpu_checks.main("ceilings", "ceilings", str(tmp_path)) == 1
 
     for name, (_, function, *given) in ((n, each) for call in gpu_kit.CALLS.values() for n, each in call.items()):
         if function == "run":
