@@ -20,16 +20,14 @@ from contextlib import closing
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from timeit import timeit
 from unittest.mock import patch
 
 import psutil
 import torch
 from gpu_predictions import GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, WIDTHS, Case, cases, depth
-from setups import actor_of, arithmetic, qwen3
+from setups import actor_of, arithmetic, qwen3, seconds
 from shared_prompts import batch_of
 from torch.distributions import Categorical
-from torch.utils.benchmark import timer
 from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.__main__ import main as megatron_rft_command
@@ -65,11 +63,6 @@ def bound(value: float, limit: float, what: str) -> Row:
     return what, f"{value:.2e}", f"<= {limit:.0e}"
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the seconds until all kernels have ended. Garbage is collected meanwhile, as it is in a run."""
-    return timeit(work, "import gc; gc.enable()", timer, number=1)
-
-
 def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
     """Return the seconds of the fastest of some runs after a warm-up, and the peak of allocated bytes, 0 on a CPU."""
     if GPU:
@@ -96,8 +89,7 @@ def ceilings() -> Iterator[Row]:
     size = (4 << 30) if LARGE else (64 << 20)
     there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
-    copies = (("on", other, there), ("to", there, here), ("from", here, there))
-    for name, to, source in copies:
+    for name, to, source in (("on", other, there), ("to", there, here), ("from", here, there)):
         passes, beside = (2, "bytes read and written") if name == "on" else (1, "pinned memory")
         rate = passes * size / measure(partial(to.copy_, source, non_blocking=True))[0]
         yield f"copy {name} the device", f"{rate / 1e9:.1f} GB/s", beside
@@ -257,9 +249,9 @@ def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Ro
     except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
         broken.append(f"{case}: {error}")
         yield f"{case}: peak memory", str(error).partition(". ")[0], plan
-        return
-    for what, text in case.figures(s, chip, taken, peak).items():
-        yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
+    else:
+        for what, text in case.figures(s, chip, taken, peak).items():
+            yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
 def offload() -> Iterator[Row]:
@@ -330,9 +322,8 @@ def main(function: str, *given: str) -> int:
     if not {"TE": spec.has_transformer_engine(), "vLLM": importlib.util.find_spec("vllm")}.get(library, True):
         print(f"{library} is not installed, or no GPU is here")
         return MISSING
-    if name == "warm start":
-        arithmetic.write_model_folder(f"{folder}/model")
     if function == "run":
+        arithmetic.write_model_folder(f"{folder}/model")  # of the warm start
         return megatron_rft_command(arguments(*given, name, folder))
     if library != "TE":
         spec.has_transformer_engine = lambda: False  # torch's layers even where it is installed

@@ -51,8 +51,7 @@ class Case:
         given = f"""model.precision=bf16 pipo=null rollout.engine=hf
             data.max_prompt_tokens={self.prompt} rollout.max_response_tokens={self.response}
             rollout.prompts_per_step={self.groups} rollout.group_size={GROUP} batching.micro_batch_tokens={MICRO_BATCH}
-            batching.share_prompts={"auto" if self.shared else "off"}
-            evaluation.every=null data.validation=null data.test=null"""
+            batching.share_prompts={"auto" if self.shared else "off"}"""
         if self.recompute:
             given += " megatron.recompute_granularity=full megatron.recompute_method=uniform"
             given += " megatron.recompute_num_layers=1"

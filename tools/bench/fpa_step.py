@@ -9,12 +9,11 @@ On a CPU it is this process's CPU time that counts, so that others on the machin
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
-from setups import SIZES, actor_like, hf_model, qwen3, set_threads
+from setups import SIZES, actor_like, hf_model, qwen3, seconds, set_threads
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms.offline import FPA, OffRL
@@ -54,13 +53,6 @@ def cache_of(actor: Actor, batch: Batch, folder: Path) -> tuple[HiddenCache, tor
     return HiddenCache(folder), models.output_weight(actor.models[-1]).detach().clone()
 
 
-def clock(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def main() -> None:
     args = parse()
     set_threads(args.threads)
@@ -85,17 +77,15 @@ def main() -> None:
             cache.rows(torch.arange(len(batch.response_ids)))
 
         actions = {name: (lambda name=name: step(name)) for name in second} | {"reading the cache": read}
-        seconds: dict[str, list[float]] = {name: [] for name in actions}
-        for number in range(args.rounds + 1):
+        times: dict[str, list[float]] = {name: [] for name in actions}
+        for _ in range(args.rounds + 1):
             for name, action in actions.items():
-                begin = clock(actor.device)
-                action()
-                if number:  # the first round warms up
-                    seconds[name].append(clock(actor.device) - begin)
+                times[name].append(seconds(action))
     print(f"{args.size}, vocabulary {config.vocab_size}, {tokens} tokens, {args.precision}, {actor.device.type}")
-    base = median(seconds["Off-RL"])
+    times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
+    base = median(times["Off-RL"])
     print("| | seconds (median) | over Off-RL |\n| --- | --- | --- |")
-    for name, found in seconds.items():
+    for name, found in times.items():
         over = f"{100 * (median(found) / base - (name != 'reading the cache')):+.1f}%" if name != "Off-RL" else ""
         print(f"| {name} | {median(found):.4f} | {over} |")
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,20 @@ def actor_of(
     actor = Actor(config, megatron, batching, precision, **options)
     actor.load(lookup)
     return actor
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the processor seconds of a call, which exclude other load; on a GPU the seconds until its kernels end."""
+
+    def clock() -> float:
+        if not torch.cuda.is_available():
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    begin = clock()
+    work()
+    return clock() - begin
 
 
 def set_threads(count: int) -> None:

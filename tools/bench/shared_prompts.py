@@ -13,10 +13,9 @@ prompt and response.
 import argparse
 import dataclasses
 import json
-import time
 
 import torch
-from setups import SIZES, actor_like, hf_model, qwen3, set_threads
+from setups import SIZES, actor_like, hf_model, qwen3, seconds, set_threads
 
 from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.megatron import parallel
@@ -53,14 +52,6 @@ def operations(size: str, prompt: int, group: int, response: int, shared: bool) 
     if shared:
         pairs, tokens = pairs + prompt**2 / 2, tokens + prompt
     return layers * (2 * weights * tokens + 4 * heads * head_dim * pairs) + 2 * vocabulary * hidden * group * response
-
-
-def seconds(function) -> float:
-    """Return the CPU seconds of a call, which exclude other load, or its wall seconds on a GPU."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    begin = clock()
-    function()  # ends with numbers on the host, so that a GPU has finished
-    return clock() - begin
 
 
 def kept_bytes(function) -> int:
