@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from gpu_kit import MISSING, ROOT
 from gpu_predictions import GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, WIDTHS, Case, cases, depth
 from setups import actor_of, arithmetic, qwen3, seconds
 from shared_prompts import batch_of
@@ -46,12 +47,10 @@ from megatron_rft.plan.devices import DEVICES, GIB, Device
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 
-ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
 PRETENDED = "PRETEND_LIBRARY" in os.environ  # tools/cuda_without_gpu
 LARGE = GPU and not PRETENDED  # elsewhere everything is small
 DEVICE, CHIP = torch.device("cuda" if GPU else "cpu"), torch.cuda.get_device_name() if GPU else ""
-MISSING = 77  # exit status
 Row = tuple[str, str, str]  # what, found, beside what
 broken: list[str] = []  # what did not hold in this check, which goes on to its end
 
