@@ -84,12 +84,10 @@ class Case:
         }
 
 
+@functools.cache
 def cases(shorter: int = 1) -> list[Case]:
     sizes = ((1024 // shorter, 128 // shorter, 4), (4096 // shorter, 512 // shorter, 1))
     return [Case(*size, shared, again) for size in sizes for shared in (False, True) for again in (False, True)]
-
-
-CASES = cases()
 
 
 def shape(layers: int) -> ModelShape:
@@ -97,7 +95,7 @@ def shape(layers: int) -> ModelShape:
 
 
 def needed(layers: int) -> int:
-    return max(case.memory(shape(layers)).phases["training"] for case in CASES)
+    return max(case.memory(shape(layers)).phases["training"] for case in cases())
 
 
 def depth(usable: float) -> int:
@@ -108,7 +106,7 @@ def depth(usable: float) -> int:
 def planned_slice(chip: Device) -> dict[str, str]:
     s = shape(depth(chip.usable))
     found = {"layers": str(s.layers)}
-    for case in CASES:
+    for case in cases():
         (group, tokens), plan = case.computed(s), case.memory(s)
         recompute = case.recipe.megatron.recompute_granularity
         machine = Machine(chip, SHARES, s, ONE_RANK, False, recompute, keys=group.keys)
@@ -124,7 +122,7 @@ def planned(chip: Device) -> dict[str, dict[str, str]]:
     product = 2 * tokens * vocabulary * hidden / rate * 1e3
     logprobs = {"forward": f"{product:.1f} ms", "forward + backward": f"{4 * product:.1f} ms"}
     logprobs["peak memory"] = f"{(tokens + vocabulary) * hidden * 2 / 2**20:.0f} MiB"
-    state = CASES[0].memory(shape(4)).state
+    state = cases()[0].memory(shape(4)).state
     return {
         "ceilings": {"matrix product": f"{rate / 1e12:.0f} TFLOP/s", "copy on the device": f"{copied / 1e9:.0f} GB/s"},
         "log-probs: time and memory": {f"block {n} MiB: {k}": v for n in (64, 256) for k, v in logprobs.items()},
@@ -139,7 +137,7 @@ def rehearsed(name: str) -> dict[str, str]:
     found, model = {}, QWEN3_8B | {"num_hidden_layers": depth(DEVICES[name].usable)}
     with tempfile.TemporaryDirectory() as folder, Worker() as worker:
         Path(folder, "config.json").write_text(json.dumps(model))
-        for case in CASES:
+        for case in cases():
             words = f"--device {name} --training-only --gpus 1 --fraction 1".split()
             words = ["rehearse", str(RECIPE), *case.options(folder), *words]
             peak = Rehearsal(parse(words)).stage(0, worker).found["peaks"]["training"]["total"]

@@ -113,7 +113,7 @@ def test_predictions_are_those_of_the_plan(name):
     table, chip = json.loads(gpu_kit.PREDICTED.read_text())[name], DEVICES[name.lower()]
     assert table["plan and floors"] == gpu_predictions.planned(chip)
     figures = table["plan and floors"]["slice of Qwen3-8B"].keys() - {"layers", "optimizer's step"}
-    assert len(figures) == 3 * len(gpu_predictions.CASES)
+    assert len(figures) == 3 * len(gpu_predictions.cases())
     peaks = {what for what in figures if what.endswith("peak memory")}
     assert table["rehearse"]["slice of Qwen3-8B"].keys() == peaks
     assert gpu_predictions.needed(gpu_predictions.depth(chip.usable) + 1) > chip.usable - gpu_predictions.SLACK
