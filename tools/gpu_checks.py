@@ -316,7 +316,8 @@ def main(function: str, *given: str) -> int:
     if function == "run":
         importlib.import_module("megatron_rft.training")
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
-    sys.stdin.readline()  # the check imports before its turn
+    if not sys.stdin.readline():  # the check imports before its turn
+        return 1  # which never comes: the call was killed
     library = name.split()[0].strip(":")
     if not {"TE": spec.has_transformer_engine(), "vLLM": importlib.util.find_spec("vllm")}.get(library, True):
         print(f"{library} is not installed, or no GPU is here")
