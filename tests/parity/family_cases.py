@@ -7,6 +7,7 @@ micro-batches of several sizes. A model that sees gets prompts with no, one and 
 and layout.
 """
 
+import gc
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -246,6 +247,7 @@ def main() -> None:
     logging.disable_progress_bar()
     parallel.initialize(Megatron())
     parallel.destroy_layout()
+    gc.freeze()  # the end of a layout collects, and need not look at all that was imported
     for family in sys.argv[2:]:
         config, path = (FAMILIES | SEEING)[family], Path(sys.argv[1]) / family
         write_folder(path, config)
