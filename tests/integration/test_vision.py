@@ -167,6 +167,8 @@ BESIDE = {  # options, and a metric of each step that shows their effect
             f"environment={{kind: program, command: [{sys.executable}, MADE/agent.py], max_turns: 9, processes: 1}}",
             f"rollout.stop=[{', '.join('abcdefghijklmnopqrstuvwxyzABCD')}]",
             "rollout.max_response_tokens=96",
+            "rollout.prompts_per_step=2",  # each episode is a process
+            "rollout.group_size=3",
         ],
         "environment/segments_mean",
     ),
