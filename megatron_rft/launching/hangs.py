@@ -9,6 +9,7 @@ ranks and their engine processes for their Python stacks (SIGUSR2); node 0's wri
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -25,7 +26,6 @@ from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
 STACKS_S = 20.0  # at most, for processes to write their stacks
-SETTLED_S = 1.5  # a stack that has not grown for so long is whole
 SHORTEST_S = 300.0  # an automatic limit is never below
 TIMES_LONGEST = 10.0
 LEARNED_STEPS = 3  # steps after which the longest pauses count
@@ -148,15 +148,15 @@ class Watch:
 
     def _ask_for_stacks(self) -> None:
         """Ask this node's ranks and their processes, and wait until all have written. A stopped process cannot."""
-        folder, asked = stack_folder(self.folder), []
-        for rank, position in self._positions.items():
+        asked = []
+        for position in self._positions.values():
             for pid in (position.pid, *descendants(position.pid)):
-                if not catches(pid, signal.SIGUSR2) or process_state(pid) in STOPPED_STATES:
+                if "SigCgt" not in masks(pid, signal.SIGUSR2) or process_state(pid) in STOPPED_STATES:
                     continue
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGUSR2)
-                    asked.append(folder / (f"rank_{rank}.stack" if pid == position.pid else f"engine_{pid}.stack"))
-        wait_until_written([path for path in asked if path.exists()])
+                    asked.append(pid)
+        wait_until_written(asked)
 
     def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
         parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
@@ -168,14 +168,13 @@ class Watch:
             write_atomically(path, "\n".join(parts) + "\n")
 
 
-def wait_until_written(stacks: list[Path]) -> None:
-    deadline, before = time.monotonic() + STACKS_S, None
-    while time.monotonic() < deadline:
-        time.sleep(SETTLED_S)
-        sizes = [path.stat().st_size if path.exists() else 0 for path in stacks]
-        if all(sizes) and sizes == before:
+def wait_until_written(asked: list[int]) -> None:
+    """Wait until these processes have handled SIGUSR2, which the kernel blocks while its handler writes the stack."""
+    deadline = time.monotonic() + STACKS_S
+    while any(masks(pid, signal.SIGUSR2) & {"SigPnd", "ShdPnd", "SigBlk"} for pid in asked):
+        if time.monotonic() > deadline:
             return
-        before = sizes
+        time.sleep(0.1)
 
 
 def descendants(pid: int) -> list[int]:
@@ -183,9 +182,10 @@ def descendants(pid: int) -> list[int]:
     return found + [below for child in found for below in descendants(child)]
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for a signal, which would end it otherwise."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return bool(int(next(line.split()[1] for line in lines if line.startswith("SigCgt")), 16) >> (number - 1) & 1)
-    return False
+def masks(pid: int, number: int) -> set[str]:
+    """The masks of a process (proc(5)) that a signal is in. Without a handler, in SigCgt, it would end the process."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        found = re.findall(r"^(S\w+):\t([0-9a-f]{16})$", status, re.MULTILINE)
+        return {name for name, bits in found if int(bits, 16) >> (number - 1) & 1}
+    return set()

@@ -2,15 +2,21 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 from megatron_rft.config.sections import Faults
+from megatron_rft.launching import hangs
 from megatron_rft.launching.hangs import (
     LEARNED_STEPS,
     SHORTEST_S,
     Pauses,
     Watch,
     position_file,
+    wait_until_written,
 )
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
@@ -50,7 +56,7 @@ class Ranks:
 
 def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
-    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
+    monkeypatch.setattr("megatron_rft.launching.hangs.masks", lambda pid, number: set())
     first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
     assert first.look(1) is None and second.look(1) is None
     assert first.look(60) is None  # the other node has not reported that it stands still
@@ -66,13 +72,51 @@ def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
 
 def test_ranks_of_two_nodes_in_the_same_collective_do_not_disagree(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
-    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
+    monkeypatch.setattr("megatron_rft.launching.hangs.masks", lambda pid, number: set())
     first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
     for each in (first, second):
         each.here.add_group("0", "0 world", "0,1"), each.here.collective("0", "all_reduce"), each.here.wait(True)
         assert each.look(1) is None
     assert second.look(60) is None
     assert first.look(60).sentence.startswith("no rank has moved, and none is alone in it")
+
+
+BLOCKED = """
+import faulthandler, os, signal, time
+os.set_blocking(1, False)
+try:
+    while True: os.write(1, b" ")
+except BlockingIOError:
+    os.set_blocking(1, True)
+faulthandler.register(signal.SIGUSR2, file=1)
+os.write(2, b"full")
+time.sleep(600)
+"""
+
+
+def test_a_stack_is_waited_for_however_long_it_takes_to_write(monkeypatch):
+    """The process is stopped until the third look. Its stack goes into a pipe that is full until the sixth."""
+    looks = []
+
+    def look(_seconds):
+        looks.append(0)
+        if len(looks) == 3:
+            process.send_signal(signal.SIGCONT)
+            while hangs.masks(process.pid, signal.SIGUSR2) & {"SigPnd", "ShdPnd"}:
+                time.sleep(0.01)
+        if len(looks) == 6:
+            os.read(process.stdout.fileno(), 1 << 20)
+
+    monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look))
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr.read(4) == b"full"
+        process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGUSR2)
+        wait_until_written([process.pid])
+        stack = os.read(process.stdout.fileno(), 1 << 20)
+        process.kill()
+    assert len(looks) >= 6 and stack.endswith(b"in <module>\n"), stack
+    wait_until_written([process.pid])  # it has ended
 
 
 def test_what_a_node_wrote_long_ago_does_not_count(tmp_path):
