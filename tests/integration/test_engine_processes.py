@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -15,6 +14,15 @@ from tests.integration.tiny import metrics, start, train, wait_until, write_reci
 
 KILLED_IN_SYNC = str(Path(__file__).with_name("killed_in_sync.py"))
 PROCESS = "rollout.placement=process"
+SILENT = """
+import sys
+from megatron_rft.commands import main
+from megatron_rft.inference import process
+
+start = process.start_helper
+process.start_helper = lambda command, **options: start(["sleep", "600"], **options)
+sys.exit(main.main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +95,10 @@ def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):
 
 
 def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, tmp_path):
-    status, output = train(recipe, f"run.output_dir={tmp_path / 'run'}", PROCESS, "faults.engine_start_s=0.01")
-    assert status == 3
-    told = r"engine process 0 (is silent|gets nothing done) for 0.01 s. It was starting; its log ends"
-    assert re.search(told, output)  # silent, unless it has just said that it is there
+    """In its place there is a process that never answers: a real one may be quicker than a busy machine counts."""
+    out, limit = f"run.output_dir={tmp_path / 'run'}", "faults.engine_start_s=0.01"
+    status, output = train(recipe, out, PROCESS, limit, program=("-c", SILENT))
+    assert status == 3 and "engine process 0 is silent for 0.01 s. It was starting; its log ends" in output, output
 
 
 def test_new_weights_in_the_middle_of_generation(recipe, tmp_path):
