@@ -113,25 +113,29 @@ def disturbed(
     left: int = 0,
     checkpoint: bool = False,
     delay: float = 0.0,
+    begin: Callable[..., subprocess.Popen] = start,
 ) -> tuple[int, str]:
-    """Status and output of a run that `action` disturbs `delay` seconds after it has logged `step` and has a
+    """Status and output of a run that `disturb` disturbs `delay` seconds after it has logged `step` and has a
     `checkpoint`. The run is stopped meanwhile, so that at least `left` steps remain. If it is too far, it is started
-    again and disturbed without delay."""
+    again (by `begin`) and disturbed without delay."""
     for attempt in range(5):
-        process = start(recipe, f"run.output_dir={out}", *arguments)
+        process = begin(recipe, f"run.output_dir={out}", *arguments)
         wait_for_step(out, process, step)
         if checkpoint:
             wait_until(lambda: bool(list(out.glob("checkpoints/step_??????/run.json"))), process)
         time.sleep(0 if attempt else delay)
         assert not process.poll(), process.communicate()[0][-3000:]
         steps = yaml.safe_load((out / "recipe.yaml").read_text())["run"]["steps"]
-        if freeze(process) and metrics(out)[-1]["step"] + left <= steps and not (out / "export").exists():
-            disturb(process)
-            thaw(process)
-            output, _ = process.communicate(timeout=900)
+        early = freeze(process) and metrics(out)[-1]["step"] + left <= steps and not (out / "export").exists()
+        below = descendants(process.pid)
+        (disturb if early else kill)(process)
+        for helper in below:  # those that end with a process that was killed are no longer below it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(helper, signal.SIGCONT)
+        thaw(process)
+        output, _ = process.communicate(timeout=900)
+        if early:
             return process.returncode, output
-        kill(process)
-        process.communicate()
         shutil.rmtree(out)
     pytest.fail("the run was over before it could be disturbed, five times")
 

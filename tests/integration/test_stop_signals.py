@@ -22,7 +22,12 @@ from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.position import Position, read
 from megatron_rft.utils.processes import FIRST_INTERRUPT
 from tests.fork_server import ENVIRONMENT
-from tests.integration.test_kill_and_resume import assert_same_run, assert_same_weights, stop_all, wait_for_step
+from tests.integration.test_kill_and_resume import (
+    assert_same_run,
+    assert_same_weights,
+    disturbed,
+    stop_all,
+)
 from tests.integration.tiny import PROGRAM, freeze, kill, metrics, start, thaw, train, wait_until, write_recipe
 
 STEPS = 14  # so many that none of them is the last when a signal comes
@@ -51,42 +56,53 @@ def test_timeout(undisturbed, tmp_path):
     """SIGALRM is what `timeout` gets from its own timer. It signals its child and then its group."""
     recipe, ranks, expected = undisturbed
     out, name = tmp_path / "run", "INT" if ranks else "TERM"
-    program = ("timeout", "--preserve-status", "-s", name, "10000", sys.executable, *PROGRAM, "train", str(recipe))
-    process = subprocess.Popen(
-        [*program, f"run.output_dir={out}", *ranks],
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    timeout = ("timeout", "--preserve-status", "-s", name, "10000")
+
+    def begin(recipe: Path, *arguments: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*timeout, sys.executable, *PROGRAM, "train", str(recipe), *arguments],
+            env=os.environ | ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    status, output = disturbed(
+        lambda process: process.send_signal(signal.SIGALRM), recipe, out, *ranks, step=2, left=2, begin=begin
     )
-    wait_for_step(out, process, 2)
-    process.send_signal(signal.SIGALRM)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 75 and "stopped by SIG" in output, output[-3000:]
+    assert status == 75 and "stopped by SIG" in output, output[-3000:]
     resumes(recipe, out, expected, *ranks)
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal(undisturbed, tmp_path):
     recipe, ranks, expected = undisturbed
-    out, (terminal, line) = tmp_path / "run", pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *PROGRAM, "train", str(recipe), f"run.output_dir={out}", *ranks],
-        env=os.environ | ENVIRONMENT,
-        stdin=line,
-        stdout=line,
-        stderr=line,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(line)
-    told: list[bytes] = []
-    reader = threading.Thread(target=read_terminal, args=(terminal, told))
-    reader.start()
-    wait_for_step(out, process, 2)
-    os.write(terminal, b"\x03")
-    status = process.wait(timeout=900)
+    out, terminals = tmp_path / "run", []
+
+    def begin(recipe: Path, *arguments: str) -> subprocess.Popen:
+        terminal, line = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, *PROGRAM, "train", str(recipe), *arguments],
+            env=os.environ | ENVIRONMENT,
+            stdin=line,
+            stdout=line,
+            stderr=line,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(line)
+        told: list[bytes] = []
+        reader = threading.Thread(target=read_terminal, args=(terminal, told))
+        reader.start()
+        terminals.append((terminal, told, reader))
+        return process
+
+    def press(_process: subprocess.Popen) -> None:
+        os.write(terminals[-1][0], b"\x03")
+
+    status, _ = disturbed(press, recipe, out, *ranks, step=2, left=2, begin=begin)
+    _, told, reader = terminals[-1]
     reader.join()
     output = b"".join(told).decode().replace("\r\n", "\n")
     assert status == 75 and output.count(FIRST_INTERRUPT) == 1 and "Traceback" not in output, output[-3000:]

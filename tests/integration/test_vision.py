@@ -19,8 +19,8 @@ from megatron_rft.plan.vllm import unusable
 from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
-from tests.integration.tiny import ROOT, kill, metrics, train, wait_until
-from tests.integration.tiny import start as start_run
+from tests.integration.test_kill_and_resume import disturbed
+from tests.integration.tiny import ROOT, kill, metrics, train
 from tests.unit.environments.test_images import AGENT
 
 EXAMPLE = ROOT / "examples/vision"
@@ -90,11 +90,8 @@ def test_a_run_that_is_killed_in_a_step_continues_bit_for_bit(made, tmp_path, en
         more = VLLM if engine == "vllm" else []
         return options(made, tmp_path / out, "checkpoint.every=1", "run.steps=6", *more)
 
-    process, log = start_run(EXAMPLE / "grpo.yaml", *given("killed")), tmp_path / "killed/metrics.jsonl"
-    assert wait_until(lambda: log.exists() and len(metrics(log.parent)) > 3, process)
-    kill(process)
-    process.communicate()
-    assert process.returncode != 0
+    status, _ = disturbed(kill, EXAMPLE / "grpo.yaml", tmp_path / "killed", *given("killed"), step=3, left=1)
+    assert status != 0
     for out in ("killed", "whole"):
         status, output = train(EXAMPLE / "grpo.yaml", *given(out))
         assert status == 0, output[-3000:]
@@ -206,10 +203,7 @@ def test_adapters_of_the_tower_are_converted_and_peft_computes_with_them(made, s
         "checkpoint.every=1",
         adapters,
     ]
-    process = start_run(EXAMPLE / "grpo.yaml", *options(made, out, *given))
-    assert wait_until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
-    kill(process)
-    process.communicate()
+    disturbed(kill, EXAMPLE / "grpo.yaml", out, *options(made, out, *given), step=2, left=1)
     for folder, more in ((out, []), (tmp_path / "whole", []), (tmp_path / "next", [f"lora.path={out}/adapters"])):
         status, output = train(EXAMPLE / "grpo.yaml", *options(made, folder, *given, *more))
         assert status == 0, output[-3000:]
