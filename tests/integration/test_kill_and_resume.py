@@ -29,6 +29,7 @@ from megatron_rft.utils.processes import STOP_SIGNALS
 from tests.integration.tiny import freeze, kill, make_mixture, metrics, start, thaw, train, wait_until, write_recipe
 
 KILLED_IN_SAVE = str(Path(__file__).with_name("killed_in_save.py"))
+ONE_INTERRUPT = str(Path(__file__).with_name("one_interrupt.py"))
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
 TIMED = ("seconds/", "wait_seconds", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time", "mfu")
 
@@ -221,8 +222,9 @@ def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
 def test_a_signal_to_all_processes_saves_and_says_so(undisturbed, tmp_path, number):
     """Also while a checkpoint is written: there is one after each step."""
     folder, expected = undisturbed
-    out, every = tmp_path / "run", "checkpoint.every=1"
-    status, output = disturbed(partial(stop_all, number=number), folder / "recipe.yaml", out, every, step=2, left=2)
+    out, every, begin = tmp_path / "run", "checkpoint.every=1", partial(start, program=(ONE_INTERRUPT,))
+    disturb, when = partial(stop_all, number=number), {"step": 2, "left": 2}
+    status, output = disturbed(disturb, folder / "recipe.yaml", out, every, **when, begin=begin)
     assert status == 75 and f"stopped by {number.name}" in output, output
     assert [path for path in out.glob("checkpoints/*") if path.suffix] == [], "incomplete checkpoints"
     assert (output.count("stopping after this step; Ctrl-C again to kill") == 1) == (number == signal.SIGINT)

@@ -23,6 +23,7 @@ from megatron_rft.utils.position import Position, read
 from megatron_rft.utils.processes import FIRST_INTERRUPT
 from tests.fork_server import ENVIRONMENT
 from tests.integration.test_kill_and_resume import (
+    ONE_INTERRUPT,
     assert_same_run,
     assert_same_weights,
     disturbed,
@@ -60,7 +61,7 @@ def test_timeout(undisturbed, tmp_path):
 
     def begin(recipe: Path, *arguments: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [*timeout, sys.executable, *PROGRAM, "train", str(recipe), *arguments],
+            [*timeout, sys.executable, ONE_INTERRUPT, "train", str(recipe), *arguments],
             env=os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,12 +9,15 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_rft.utils import processes
 from megatron_rft.utils.processes import (
     END,
     STOP_SIGNALS,
+    Interrupts,
     children,
     end_reaper,
     process_state,
@@ -69,6 +72,13 @@ def test_children_of_a_process_whose_threads_come_and_go():
         for each in started:
             each.kill()
             each.wait()
+
+
+def test_a_second_interrupt_is_one_that_does_not_come_at_once(monkeypatch):
+    moments = iter([10.0, 10.9, 11.1])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    interrupts = Interrupts()
+    assert [interrupts.again() for _ in range(3)] == [False, False, True]
 
 
 def wait_for(condition):
