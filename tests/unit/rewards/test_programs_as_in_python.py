@@ -8,7 +8,9 @@ import pytest
 
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward
+from megatron_rft.rewards.sandbox import runner
 from megatron_rft.utils.errors import ConfigError
+from tests.unit.rewards.test_sandbox import UNLIMITED
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +145,12 @@ def test_judging_has_a_limit_of_its_own(keys, reward):
     assert "numbers beyond" in score.reason
 
 
-def test_a_limit_for_each_test_and_one_for_the_row(reward):
-    """Eight calls of 0.4 s fit 1 s per test and 6 s per row; 30 exceed the row's limit, 2 s exceed a test's."""
-    busy = "import time\ndef f(s):\n    end = time.process_time() + s\n"
-    busy += "    while time.process_time() < end: pass\n    return 1"
+def test_a_limit_for_each_test_and_one_for_the_row(reward, monkeypatch):
+    """Eight calls of 0.4 s fit 1 s per test and 6 s per row; 30 exceed the row's limit, 2 s exceed a test's. The calls
+    read the clock of the limits, whose ticks differ from the process's own seconds on a busy machine."""
+    monkeypatch.setattr(runner, "MAX_WAIT_FACTOR", UNLIMITED)
+    busy = "import signal\ndef left(): return signal.getitimer(signal.ITIMER_PROF)[0]\n"
+    busy += "def f(s):\n    end = left() - s\n    while left() > end: pass\n    return 1"
     assert grade(reward, busy, "for _ in range(8): assert f(0.4) == 1").reward == 1.0
     row = grade(reward, busy, "for _ in range(30): assert f(0.4) == 1")
     assert row.details["tier"] == "time-out" and "not all tests ended within 6 s" in row.reason
@@ -157,7 +161,7 @@ def test_a_limit_for_each_test_and_one_for_the_row(reward):
     power = grade(reward, "def f(s): return 9**9**9", "assert f(0) == 1")
     assert power.details["tier"] == "time-out"
     table = {"kind": "stdin", "inputs": ["0.4"] * 25, "outputs": ["1"] * 25}
-    script = busy + "\nprint(f(float(input())))"
+    script = "import time\nend = time.process_time() + float(input())\nwhile time.process_time() < end: pass\nprint(1)"
     (score,) = reward([Prompt(0, (1,), "", json.dumps(table))], [script])
     assert score.details["tier"] == "time-out" and "not all tests ended within 6 s" in score.reason
 
