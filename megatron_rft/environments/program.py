@@ -102,8 +102,8 @@ class ProgramEpisode:
         self.process: subprocess.Popen | None = None
         self.exited = self.closed = self.ending = False
         self.left, self.since, self.arrived = world.options.episode_timeout_s, 0.0, 0.0
-        self.changed_at, self.unsent = 0.0, 0
-        self.seen: str | None = None
+        self.computed, self.seen, self.unsent = 0.0, None, 0
+        self.busy: float | None = None  # since a turn: seconds of computing, and SETTLE_S for each look at its sleep
         self.changed = threading.Condition()
 
     @property
@@ -141,7 +141,7 @@ class ProgramEpisode:
             asks = [Ask(self, *given, *each, limit, stop) for each in zip(places, seeds, strict=True)]
             self._tick()
             self.open += asks
-            self.arrived = self.changed_at = time.monotonic()
+            self.arrived, self.busy = time.monotonic(), None
             self.changed.notify_all()
         return asks
 
@@ -237,8 +237,8 @@ class ProgramEpisode:
             self.tree.add(turn, ask.messages, message, ask.tools)
             self.conversation = [*ask.messages, message]
             self.open.remove(ask)
-            self.unsent += 1
-            self.since = self.arrived = self.changed_at = time.monotonic()
+            self.unsent, self.busy = self.unsent + 1, None
+            self.since = self.arrived = time.monotonic()
         if kept := self.world.kept:
             kept.call(self, ask.number, request_seed(ask.seed, ask.max_tokens, *ask.stop), sampled.token_ids)
         ask.answer.set_result((message, turn))
@@ -264,10 +264,10 @@ class ProgramEpisode:
     def _runs(self, now: float) -> bool:
         """Whether the program computes, or is about to get an answer: another sub-agent may be about to ask, and
         belongs to the same wave."""
-        if now - self.changed_at > LONGEST_SETTLE_S or self.process is None:
-            return False
-        before, self.seen = self.seen, activity(self.process.pid)
-        if not self.unsent and before == self.seen is not None:
+        before, (self.seen, computed) = self.seen, activity(self.process.pid) if self.process else ("", 0.0)
+        passed, self.computed = computed - self.computed if self.seen is None else SETTLE_S, computed
+        self.busy = 0.0 if self.busy is None else self.busy + passed
+        if self.busy > LONGEST_SETTLE_S or (not self.unsent and before == self.seen is not None):
             return False
         self.arrived = now
         return True

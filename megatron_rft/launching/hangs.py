@@ -26,6 +26,7 @@ from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
 STACKS_S = 20.0  # at most, for processes to write their stacks
+UNHANDLED = {"SigPnd", "ShdPnd", "SigBlk"}  # masks of proc(5): the kernel blocks a signal while its handler runs
 SHORTEST_S = 300.0  # an automatic limit is never below
 TIMES_LONGEST = 10.0
 LEARNED_STEPS = 3  # steps after which the longest pauses count
@@ -169,11 +170,9 @@ class Watch:
 
 
 def wait_until_written(asked: list[int]) -> None:
-    """Wait until these processes have handled SIGUSR2, which the kernel blocks while its handler writes the stack."""
+    """Wait until these processes have handled SIGUSR2, and so have written their stacks."""
     deadline = time.monotonic() + STACKS_S
-    while any(masks(pid, signal.SIGUSR2) & {"SigPnd", "ShdPnd", "SigBlk"} for pid in asked):
-        if time.monotonic() > deadline:
-            return
+    while time.monotonic() < deadline and any(masks(pid, signal.SIGUSR2) & UNHANDLED for pid in asked):
         time.sleep(0.1)
 
 

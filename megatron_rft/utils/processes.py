@@ -104,17 +104,18 @@ def reserved_port(host: str = "127.0.0.1") -> socket.socket:
     return reserved
 
 
-def activity(reaper: int) -> str | None:
-    """What changes when the command of a reaper computes: context switches of its threads. None: it computes now."""
-    found = []
+def activity(reaper: int) -> tuple[str | None, float]:
+    """What changes when the command of a reaper computes: context switches of its threads (None: one computes now, or
+    waits for a processor); and how many seconds it has computed."""
+    found, runs, ticks = [], False, 0
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{reaper}/task/{reaper}/children").read_text().split():
+            ticks += sum(map(int, status_fields(int(child))[11:13]))
             for task in Path(f"/proc/{child}/task").iterdir():
                 about = (task / "status").read_text(errors="replace")
-                if "\nState:\tR" in about:
-                    return None
+                runs |= "\nState:\tR" in about
                 found.append(about[about.rindex("\nvoluntary") :])
-    return "".join(found)
+    return None if runs else "".join(found), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def process_state(pid: int) -> str:

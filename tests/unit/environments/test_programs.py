@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -199,6 +200,25 @@ def test_requests_that_wait_to_be_read_are_of_the_same_wave(play, chat_engine, t
         return [part.order for group in played.values() for each in group for part in parts(each)]
 
     assert tokens(found) == tokens(waves) and orders(found) == orders(waves)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [*[(None, 9.0)] * 500, (None, 9.7), (None, 10.1)],
+        [(str(number), 9.0) for number in range(101)],
+        [("1", 9.0), ("2", 9.0), ("2", 9.0)],
+    ],
+    ids=["computes", "wakes again and again", "sleeps"],
+)
+def test_a_wave_waits_for_a_program_that_gets_no_core(monkeypatch, looks):
+    """It waits for a second of the program's own computing, however long that takes, and for a hundred looks at most
+    at one that sleeps and wakes."""
+    world = SimpleNamespace(options=program("once"))
+    episode, seen = ProgramEpisode(world, None, 0, 0, None), iter(looks)
+    episode.process = SimpleNamespace(pid=0)
+    monkeypatch.setattr("megatron_rft.environments.program.activity", lambda _pid: next(seen))
+    assert [episode._runs(float(now)) for now in range(len(looks))] == [True] * (len(looks) - 1) + [False]
 
 
 def test_a_lost_engine_costs_nothing(play, chat_engine, tokenizer):

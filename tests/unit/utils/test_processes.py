@@ -18,6 +18,7 @@ from megatron_rft.utils.processes import (
     END,
     STOP_SIGNALS,
     Interrupts,
+    activity,
     children,
     end_reaper,
     process_state,
@@ -155,6 +156,16 @@ def test_a_reaper_kills_all_descendants_when_signalled_repeatedly(tmp_path):
         reaper.send_signal(END)
     assert reaper.wait(timeout=120) == 128 + END
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
+
+
+def test_what_a_command_does_now_and_how_long_it_has_computed():
+    busy = start_helper([sys.executable, "-c", "while 1: pass"], reap=True)
+    asleep = start_helper(["sleep", "600"], reap=True)
+    wait_for(lambda: activity(busy.pid)[0] is None and activity(busy.pid)[1] > 0.1)
+    wait_for(lambda: (now := activity(asleep.pid))[0] and now == activity(asleep.pid))
+    assert activity(asleep.pid)[1] < 0.1
+    end_reaper(busy), end_reaper(asleep)
+    assert activity(busy.pid) == ("", 0.0)
 
 
 def test_a_reaper_removes_shared_memory(tmp_path):
