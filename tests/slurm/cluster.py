@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,15 +133,26 @@ class SlurmJob:
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 900) -> None:
-        deadline, look = time.monotonic() + seconds, 0.0
-        while not condition():
-            if time.monotonic() > look:  # rarely: the steps of a tiny run are short
-                look = time.monotonic() + 2
-                self.release()
-                ended = self.state in ENDED  # read first: changes at the job's end are then seen by the second look
-                assert not ended or condition(), f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
-            assert time.monotonic() < deadline, f"job {self.number}: no {what} in {seconds} s\n{self.log[-6000:]}"
-            time.sleep(0.02)
+        """Slurm answers slowly on a busy machine, and the steps of a tiny run are short: it is asked in a thread, while
+        the condition is looked at all the time."""
+        deadline, thread = time.monotonic() + seconds, ThreadPoolExecutor(1)
+        ended = thread.submit(self._has_ended)
+        try:
+            while not condition():
+                if ended.done():  # read first: changes at the job's end are then seen by the second look
+                    assert not ended.result() or condition(), (
+                        f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
+                    )
+                    ended = thread.submit(self._has_ended)
+                assert time.monotonic() < deadline, f"job {self.number}: no {what} in {seconds} s\n{self.log[-6000:]}"
+                time.sleep(0.02)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _has_ended(self) -> bool:
+        time.sleep(2)
+        self.release()
+        return self.state in ENDED
 
     def change(self, setting: str) -> None:
         status, output = self.cluster.run("scontrol", "update", f"JobId={self.number}", setting)
