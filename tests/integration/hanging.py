@@ -2,7 +2,8 @@
 rank 1 when it enters the phase training of step 2.
 
 stop: SIGSTOP. loop: an endless loop. other: a barrier that no other rank calls. engine: SIGSTOP of its engine process.
-grader: its reward never ends. slow: from then on, each of its steps takes three times as long.
+grader: its reward never ends. slow: from then on, each of its steps takes three times as long; all ranks measure their
+phases without the time in which they wait for a processor, so that no load decides which phase is the longest.
 
 The launcher judges only once the rank hangs, so that pauses of a busy machine before that do not count. HANG_MARK: the
 file that says so.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from megatron_rft.commands import main
 from megatron_rft.launching.hangs import Pauses
 from megatron_rft.rollout.sampler import Sampler
+from megatron_rft.tracking.throughput import Phases
 from megatron_rft.utils.position import Here, here
 from tests.integration import jumping
 from tests.integration.engine_process import engine
@@ -27,7 +29,13 @@ from tests.integration.engine_process import engine
 rank, phase, step, kind = os.environ["HANG"].split()
 enter, score, limit = Here.enter, Sampler._score, Pauses.limit
 mark = Path(os.environ["HANG_MARK"])
+schedstat = Path("/proc/self/schedstat")
 awake: list[float] = []  # when a slow rank ended its last sleep
+
+
+def clock() -> float:
+    """Seconds without those in which the main thread was ready to run, but not running (proc(5))."""
+    return time.monotonic() - (int(schedstat.read_text().split()[1]) / 1e9 if schedstat.exists() else 0)
 
 
 def loop() -> None:
@@ -43,8 +51,8 @@ def hang() -> None:
     elif kind == "loop":
         loop()
     elif kind == "slow":
-        time.sleep(2 * (time.monotonic() - awake.pop()) if awake else 0)
-        awake.append(time.monotonic())
+        time.sleep(2 * (clock() - awake.pop()) if awake else 0)
+        awake.append(clock())
     elif kind == "engine":
         os.kill(engine(), signal.SIGSTOP)
     else:
@@ -75,4 +83,6 @@ if "RANK" not in os.environ:
 Here.enter = entering
 if kind == "grader":
     Sampler._score = scoring
+elif kind == "slow":
+    time.perf_counter, Phases.__init__.__defaults__ = clock, (clock,)
 sys.exit(main.main())
