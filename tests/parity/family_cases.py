@@ -176,9 +176,8 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
         actor.see(Pictures(config))
     folder = weights.open_folder(path, config)
     actor.load(folder)
-    wrong = [name for name, tensor in actor.stream() if not torch.equal(tensor.cpu(), folder(name).to(tensor.dtype))]
-    names = {name for name, _ in actor.stream()}
-    wrong += sorted(names ^ set(hf_shapes(config)))
+    same = {name: torch.equal(tensor.cpu(), folder(name).to(tensor.dtype)) for name, tensor in actor.stream()}
+    wrong = [name for name in same if not same[name]] + sorted(same.keys() ^ hf_shapes(config).keys())
     out = actor.outputs(batch, frozenset({"logprobs", "entropy"}))
     actor.backward(batch, Weighted, {})
     if "dist" in case:

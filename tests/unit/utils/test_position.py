@@ -44,15 +44,15 @@ def test_an_update_takes_microseconds(tmp_path):
 STACKS_OF_A_PARENT = """
 import os, signal, sys
 from pathlib import Path
-from megatron_rft.launching.hangs import catches
+from megatron_rft.launching.hangs import masks
 from megatron_rft.utils.position import write_stacks_on_signal
 
 write_stacks_on_signal(Path(sys.argv[1]))
 if (child := os.fork()) == 0:
-    print("child", catches(os.getpid(), signal.SIGUSR2), flush=True)
+    print("child", "SigCgt" in masks(os.getpid(), signal.SIGUSR2), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
-print("parent", catches(os.getpid(), signal.SIGUSR2))
+print("parent", "SigCgt" in masks(os.getpid(), signal.SIGUSR2))
 os.kill(os.getpid(), signal.SIGUSR2)
 """
 
