@@ -53,11 +53,11 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
-        if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
+        if target != "cuda" and FakeTensor not in types:
             return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if func.namespace == "c10d":
             return self._collective(func, args)
         if func is aten._local_scalar_dense.default:
