@@ -124,12 +124,13 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     following = torch.cat([values[1:], values.new_zeros(1)])
     following[(ends - 1)[lens > 0]] = 0.0
     delta = rewards + gamma * following - values
-    advantages, running = torch.zeros_like(delta), delta.new_zeros(len(lens))
-    for back in range(1, int(lens.max()) + 1 if len(lens) else 1):
-        alive = lens >= back
-        index = (ends - back)[alive]
-        running[alive] = delta[index] + gamma * lam * running[alive]
-        advantages[index] = running[alive]
+    row, longest = torch.arange(len(lens)).repeat_interleave(lens), int(lens.max()) if len(lens) else 0
+    time = torch.arange(len(delta)) + (longest - ends).repeat_interleave(lens)
+    by_time = delta.new_zeros(longest, len(lens))  # [T, B], all responses end at the last time
+    by_time[time, row] = delta
+    for t in range(longest - 2, -1, -1):
+        by_time[t] += gamma * lam * by_time[t + 1]
+    advantages = by_time[time, row]
     zeros = torch.zeros(len(batch.response_ids))
     advantages, returns = (zeros.index_copy(0, positions, x.float()) for x in (advantages, advantages + values))
     return advantages, returns
