@@ -153,15 +153,15 @@ def _import(module: str, option: str) -> ModuleType:
 
 
 def _import_file(path: Path, option: str) -> ModuleType:
-    """Import a file once, under a name that no other module has."""
+    """Import a file once, from its source: bytecode on disk may be of another text of the same second and size."""
     if not path.is_file():
         raise ConfigError(f"{option}: there is no file {path} (looked for in {Path.cwd()})")
-    name = f"user:{path.resolve()}"
+    name = f"user:{path.resolve()}"  # that no other module has
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up here
         try:
-            spec.loader.exec_module(module)
+            exec(spec.loader.source_to_code(path.read_bytes(), path), vars(module))
         except BaseException:
             del sys.modules[name]
             raise

@@ -1,3 +1,4 @@
+import os
 import sys
 
 import pytest
@@ -20,6 +21,15 @@ def test_of_a_file_and_of_a_module(folder):
     assert user_code.load("sub/mine_of_test.py:Thing", "x").__name__ == "Thing"
     assert user_code.load("sub/mine_of_test.py:Thing", "x") is user_code.load("sub/mine_of_test.py:Thing", "x")
     assert user_code.load("module_of_test:value", "x") == 3
+
+
+def test_a_file_changed_within_the_second_is_read_again(folder):
+    code = folder / "changed_in_test.py"
+    for value in (3, 4):
+        code.write_text(f"value = {value}\n")
+        os.utime(code, (1e9, 1e9))  # bytecode knows its source by second and size
+        sys.modules.pop(f"user:{code}", None)
+        assert user_code.load("changed_in_test.py:value", "x") == value
 
 
 def test_the_file_of_code(folder):
