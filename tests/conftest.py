@@ -30,11 +30,7 @@ for name in ("no_proxy", "NO_PROXY"):
 # What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# While files are imported there is nothing to collect. What a run, or vLLM's start, thaws `nothing_is_left` freezes
-# again.
-gc.disable()
-unfreeze, thawed = gc.unfreeze, []
-gc.unfreeze = lambda: (thawed.append(True), unfreeze())
+gc.disable()  # while files are imported there is nothing to collect
 
 # Whatever takes longest starts first. tests/slurm waits, beside two that compute.
 LONG = ("parity/test_vllm", "integration/test_rehearse", "integration/test_vision", "bench")
@@ -48,9 +44,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Import no file that has nothing of what `bash tests/run.sh` leaves to `all`: half of the time of a collection."""
     if collection_path.suffix != ".py" or (skipped := skipped_tests()) is None:
         return None
-    name = collection_path.relative_to(config.rootpath).as_posix()
-    of_skipped = {each.split("::")[0] for each in skipped}
-    return None if name in of_skipped or "mark.slow" in collection_path.read_text() else True
+    name, text = collection_path.relative_to(config.rootpath).as_posix(), collection_path.read_text()
+    if config.option.markexpr == "alone":
+        return None if "mark.alone" in text else True
+    return None if name in {each.split("::")[0] for each in skipped} or "mark.slow" in text else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -132,8 +129,6 @@ def held() -> dict[str, int]:
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left(request):
     """Ends what a run of this process leaves when it fails: its process groups, which hold a hundred threads."""
-    if thawed:
-        gc.collect(), gc.freeze(), thawed.clear()
     before = held()
     yield
     if parallel := sys.modules.get("megatron_rft.megatron.parallel"):

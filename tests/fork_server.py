@@ -56,6 +56,10 @@ VLLM = (
     "megatron_rft.inference.vllm.worker_extension",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
     API_SERVER,
 )
 VLLM_SERVERS = (API_SERVER, "megatron_rft.inference.vllm.seeing_server")

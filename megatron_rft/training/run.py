@@ -54,9 +54,7 @@ class StopSignal:
 
     def agreed(self) -> int:
         """The signal's number if any rank got one, else 0. Collective."""
-        heard = torch.tensor([self.received], dtype=torch.int32)
-        if dist.get_backend() == "nccl":
-            heard = heard.cuda()
+        heard = torch.tensor([self.received], dtype=torch.int32, device=parallel.device())
         dist.all_reduce(heard, dist.ReduceOp.MAX)
         return int(heard)
 
@@ -97,8 +95,7 @@ class TrainingRun:
             patience = recipe.evaluation.patience
             self.best = BestModel(models.actor, self.folder / "best", build.tokenizer_folder(recipe.model), patience)
         options, folder = recipe.checkpoint, self.folder / "checkpoints"
-        how = options.keep, options.asynchronous, models.averages
-        self.checkpoints = Checkpointer(folder, models.trained, *how)
+        self.checkpoints = Checkpointer(folder, models.trained, options.keep, options.asynchronous, models.averages)
         self.tracker: Tracker | None = None
         stack.enter_context(closing(self))
 
@@ -179,17 +176,14 @@ class TrainingRun:
     # ---- one step
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps, until the last step or early stopping. Meanwhile the garbage collector leaves out what
-        is there now: with half a million objects of all packages it would stop a rank, and so all, in mid-step."""
+        """The remaining steps, until the last step or early stopping. The garbage collector leaves out what is there
+        now: with half a million objects of all packages it would stop a rank, and so all, in mid-step."""
         gc.freeze()
-        try:
-            for step in range(self.done + 1, self.total_steps + 1):
-                if self.best and self.best.exhausted:
-                    return
-                here.begin_step(step)
-                yield step
-        finally:
-            gc.unfreeze()
+        for step in range(self.done + 1, self.total_steps + 1):
+            if self.best and self.best.exhausted:
+                return
+            here.begin_step(step)
+            yield step
 
     def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
         """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""
@@ -279,12 +273,11 @@ class TrainingRun:
         weights.save_folder(
             actor.stream(), self.folder / "export", actor.hf_config, build.tokenizer_folder(self.recipe.model)
         )
-        if actor.lora:
-            adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)
-        self.checkpoints.wait()
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
         if actor.lora:
+            adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)
             self.tracker.note(f"its adapters in PEFT's format: {self.folder / 'adapters'}")
+        self.checkpoints.wait()
         if after and dist.get_rank() == 0:
             print(headline(before, after), flush=True)
 

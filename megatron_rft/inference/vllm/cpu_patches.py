@@ -49,10 +49,12 @@ def prepare() -> None:
 
 @contextmanager
 def preserved_process_state() -> Iterator[None]:
-    """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
-    torch.set_num_threads and freezes the garbage collector."""
+    """Restore the trainer's state after vLLM's start, which seeds the random generators and replaces
+    torch.set_num_threads. What vLLM freezes could not be collected at its end, and what it thaws, such as all modules,
+    every later collection would look at for half a second: here it does neither."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
-    gc.freeze()  # vLLM's collections then look at what it creates alone
+    collector = gc.freeze, gc.unfreeze
+    gc.freeze = gc.unfreeze = lambda: None
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
@@ -60,7 +62,7 @@ def preserved_process_state() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_num_threads = set_num_threads
-        gc.unfreeze()
+        gc.freeze, gc.unfreeze = collector
 
 
 def faulty() -> bool:
@@ -110,11 +112,15 @@ def repair_expert_parallelism() -> None:
 
 
 def repair_dispatcher() -> None:
-    """Fix vLLM's start, which reads `__dict__` of every object of every module and fails on objects that return
-    something for any name, such as llvmlite's library (numba loads it for n-grams; it breaks a second engine)."""
+    """Let vLLM's start look for its kernels in its own modules: in all modules it takes half a second, and fails on
+    objects that return something for any name, such as llvmlite's library (numba loads it for n-grams)."""
     from vllm.triton_utils import dispatcher
 
-    dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
+    def get(owner: Any, name: str, *default: Any) -> Any:
+        theirs = name != "__dict__" or str(getattr(owner, "__name__", "")).startswith("vllm.")
+        return getattr(owner, name, *default) if theirs else None
+
+    dispatcher.getattr = get
 
 
 @contextmanager
@@ -174,6 +180,7 @@ def start(arguments: dict[str, Any]) -> Any:
     repair_shared_memory_name()
     if arguments.get("dtype") == "bfloat16" and not torch.cuda.is_available():
         products.install_bf16()
+    gc.freeze()  # collections then look at what vLLM creates alone
     try:
         with preserved_process_state():
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -193,7 +200,8 @@ def shut_down(engine: Any) -> None:
     _live -= 1
     core = engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
+    with preserved_process_state():
+        core.model_executor.shutdown()
     core.scheduler.shutdown()
     if not _live:
         parallel_state.destroy_model_parallel()

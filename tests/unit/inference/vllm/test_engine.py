@@ -1,7 +1,9 @@
 """The vLLM engine against the model's own forward pass, and streams with faults. All tests share one engine."""
 
+import gc
 import math
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -148,6 +150,19 @@ def test_the_trainers_random_numbers_are_not_touched(shared, engine):
     torch.manual_seed(11)
     answers(engine, some_requests(3), Sampling(5))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_closed_engine_can_be_collected_and_what_was_frozen_stays_so():
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    engine = VLLMEngine(CONFIG, max_batch_sequences=4)
+    model = weakref.ref(engine._model())
+    engine.close()
+    del engine
+    gc.collect()
+    assert model() is None and gc.get_freeze_count() > 0.9 * frozen  # some end with their last reference
 
 
 # --- weights
