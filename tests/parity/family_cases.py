@@ -32,7 +32,7 @@ from tests.parity.hf_cases import own_tensors
 
 LAYOUTS = {  # by the number of ranks; without a layout all ranks are data-parallel
     1: [dict(budget=40), dict(padded=1), dict(shared=0, recompute=1)],
-    2: [dict(), dict(tp=2), dict(tp=2, sp=1), dict(pp=2, vpp=2), dict(cp=2), dict(ep=2)],
+    2: [dict(), dict(tp=2), dict(pp=2, vpp=2), dict(cp=2), dict(ep=2)],  # sp: on four
     4: [dict(tp=2, sp=1, pp=2), dict(tp=2, sp=1, ep=2, etp=1)],
 }
 MORE = {  # of models that see; `flat`: with positions in one dimension, which has to differ
@@ -246,7 +246,6 @@ def main() -> None:
     logging.disable_progress_bar()
     parallel.initialize(Megatron())
     parallel.destroy_layout()
-    gc.freeze()  # the end of a layout collects, and need not look at all that was imported
     for family in sys.argv[2:]:
         config, path = (FAMILIES | SEEING)[family], Path(sys.argv[1]) / family
         write_folder(path, config)
@@ -254,6 +253,7 @@ def main() -> None:
         expected = reference(config, path, batch) if parallel.rank() == 0 else None
         holder = [expected]
         dist.broadcast_object_list(holder)
+        gc.freeze()  # the end of a layout collects, and need not look at all that was imported
         for case in layouts(config, dist.get_world_size()):
             if not possible(config, case):
                 continue

@@ -3,6 +3,7 @@
 Loss, gradient of every A and B, and the gradient's norm, of one SFT mini-batch. Prints one line per case.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -197,6 +198,7 @@ def main() -> None:
         write_folder(path, hf_config)
         batch, given = mini_batch(hf_config), values(hf_config, options)
         wanted_loss, wanted = of_peft(hf_config, path, options, given, batch)
+        gc.freeze()  # the end of a layout collects, and need not look at all that was imported
         for text in cases:
             case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
             loss, found, norm, same, merged, held = of_actor(case, hf_config, path, options, given, batch)
