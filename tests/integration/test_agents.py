@@ -139,6 +139,7 @@ def best_of(world: type[number_game.Guess], policies: Iterable[dict[str, str]]) 
     return max(sum(found(policy, number) for number in range(7)) / 7 for policy in policies)
 
 
+@pytest.mark.slow
 def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(tmp_path):
     """The number game as an environment and as a program, bit for bit."""
     pytest.importorskip("aiohttp")

@@ -16,6 +16,7 @@ A dash: the command logs no steps. "not there": the other commit cannot run the 
 """
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -177,6 +178,8 @@ def main() -> None:
         other = folder / "other"
         subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(other), commit.strip()], check=True)
         try:
+            for side in (other, HERE):  # else the first run of a side compiles its modules
+                compileall.compile_dir(side / "megatron_rft", quiet=2)
             prepare(folder, arguments)
             print(f"| {arguments.commit} / this | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|")
             for work in arguments.only:
