@@ -192,9 +192,9 @@ class Decoder:
             positions = positions.expand(3, *positions.shape)
         options = {"position_ids": positions, "past_key_values": cache, "use_cache": True} | (seen or {})
         if ids.shape[1] == 1 and self.engine.takes_bias:  # transformers would make a mask anew for each
-            bias = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, float("-inf"))
-            mask = bias[:, None, None]  # [L, 1, 1, S]
-        logits = self.engine.model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **options).logits[:, -1]
+            mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(mask == 0, -torch.inf)[:, None, None]
+        last = torch.tensor([-1], device=ids.device) if ids.shape[1] > 1 else 1  # for a slice torch copies the matrix
+        logits = self.engine.model(input_ids=ids, attention_mask=mask, logits_to_keep=last, **options).logits[:, -1]
         if self.engine.never:
             logits[:, list(self.engine.never)] = float("-inf")
         return logits
