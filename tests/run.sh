@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment, from nothing, checks the style and runs the tests with pytest.
 #
-#     bash tests/run.sh                       the fast tests: at most 15 minutes on two idle cores, with the installation
-#     bash tests/run.sh all                   then the rest, each test once: about 40 minutes together
+#     bash tests/run.sh                       the fast tests: 15 to 20 minutes on two idle cores, with the installation
+#     bash tests/run.sh all                   then the rest, each test once: about 50 minutes together
 #     bash tests/run.sh all tests/slurm       both parts of what the arguments for pytest choose
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest; nothing more is installed
 #
