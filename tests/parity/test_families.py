@@ -9,7 +9,7 @@ import pytest
 from megatron_rft.families.tables import family_of
 from tests.families import FAMILIES as TEXT
 from tests.families import SEEING
-from tests.parity.family_cases import layouts, possible
+from tests.parity.family_cases import LAYOUTS, layouts, possible
 from tests.parity.launch import run_ranks
 
 FAMILIES = TEXT | SEEING
@@ -19,7 +19,7 @@ def lines(output: str, kind: str) -> list[list[str]]:
     return [line.split("\t")[1:] for line in output.splitlines() if line.startswith(f"{kind}\t")]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.slow] * (n > 1)) for n in sorted(LAYOUTS)])
 def test_equal_to_transformers(ranks, tmp_path):
     output = run_ranks(Path(__file__).with_name("family_cases.py"), ranks, tmp_path, *FAMILIES)
     cases = lines(output, "CASE")

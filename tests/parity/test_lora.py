@@ -21,7 +21,7 @@ MATRICES |= {
 DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # transformers computes them in fp32
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.slow] * (n == 2)) for n in sorted(CASES)])
 def test_equal_to_peft(ranks, tmp_path):
     output = run_ranks(Path(__file__).with_name("lora_cases.py"), ranks, tmp_path)
     found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
