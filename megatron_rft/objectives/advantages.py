@@ -128,8 +128,9 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     time = torch.arange(len(delta)) + (longest - ends).repeat_interleave(lens)
     by_time = delta.new_zeros(longest, len(lens))  # [T, B], all responses end at the last time
     by_time[time, row] = delta
-    for t in range(longest - 2, -1, -1):
-        by_time[t] += gamma * lam * by_time[t + 1]
+    rows = by_time.unbind()
+    for now, later in zip(rows[-2::-1], rows[:0:-1], strict=True):
+        now.add_(later, alpha=gamma * lam)
     advantages = by_time[time, row]
     zeros = torch.zeros(len(batch.response_ids))
     advantages, returns = (zeros.index_copy(0, positions, x.float()) for x in (advantages, advantages + values))

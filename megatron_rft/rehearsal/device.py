@@ -8,6 +8,7 @@ fake host tensors without memory; the ledger counts them as host memory.
 A global FakeTensorMode would make host tensors fake as well, but packing reads their values.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, weakref
 
@@ -29,8 +29,21 @@ REAL_ON_HOST = 1 << 20  # bytes; a larger copy of a device tensor in low precisi
 NO_TRAFFIC = ("empty", "_unsafe_view", "view", "detach", "alias")
 
 
+def _mapped(function: Callable, xs: Any) -> Any:
+    """Apply a function to what stands in lists, tuples and dictionaries; torch's own takes a third of a rehearsal."""
+    if isinstance(xs, dict):
+        return {name: _mapped(function, x) for name, x in xs.items()}
+    return type(xs)(_mapped(function, x) for x in xs) if type(xs) in (list, tuple) else function(xs)
+
+
+def _leaves(xs: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, xs)
+    return found
+
+
 def is_fake(x: Any, device: str | None = None) -> bool:
-    return isinstance(x, FakeTensor) and (device is None or x.device.type == device)
+    return isinstance(x, FakeTensor) and (device is None or x.fake_device.type == device)
 
 
 def _in_the_background(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -52,17 +65,21 @@ class FakeDevice(TorchDispatchMode):
         ledger.in_backward = in_backward
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if not kwargs and FakeTensor not in types:
+            return func(*args)
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
         if target != "cuda" and FakeTensor not in types:
             return func(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if func.namespace == "c10d":
             return self._collective(func, args)
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
-        to_host = target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu")
+        to_host = target == "cpu" or (func is aten.copy_.default and not is_fake(args[0], "cuda"))
         if to_host and any(is_fake(x, "cuda") for x in tensors):
             return self._copy_to_host(func, args, kwargs)
         return self._on_device(func, args, kwargs, tensors, target)
@@ -100,11 +117,10 @@ class FakeDevice(TorchDispatchMode):
         if torch.Tag.dynamic_output_shape in func.tags or func is aten.index.Tensor:
             func, args = self._sized(func, args, values)
             if func is None:
-                return tree_map(self._with_shadow, values)
-        with self.fake:
-            args, kwargs = tree_map(_shape_of, (args, kwargs))
-            result = func(*args, **kwargs)
-        outputs, known = tree_leaves(result), tree_leaves(values)
+                return _mapped(self._with_shadow, values)
+        args, kwargs = _mapped(self._shape_of, (args, kwargs))
+        result = self.fake.dispatch(func, (), args, kwargs)
+        outputs, known = _leaves(result), _leaves(values)
         for position, out in enumerate(outputs):
             if isinstance(out, FakeTensor):
                 self._note(out)
@@ -119,7 +135,7 @@ class FakeDevice(TorchDispatchMode):
         """Report the copies of host tensors to the device."""
         if target != "cuda" and not any(is_fake(x, "cuda") for x in tensors):
             return
-        sources = [x for x in tensors if x.device.type == "cpu" and x.dim()]
+        sources = [x for x in tensors if not is_fake(x, "cuda") and x.dim()]
         if sources and not _in_the_background(func, args, kwargs):
             self.ledger.wait("host to device")
         for source in sources:
@@ -136,7 +152,7 @@ class FakeDevice(TorchDispatchMode):
         made = func is aten.arange.default or (func is aten.zeros.default and not args[0])
         if not (fakes or made or any(x.dim() for x in tensors)):
             return None
-        real_args, real_kwargs = tree_map(lambda x: known.get(id(x), x), (args, kwargs))
+        real_args, real_kwargs = _mapped(lambda x: known.get(id(x), x), (args, kwargs))
         return func(*real_args, **{**real_kwargs, **({"device": "cpu"} if target else {})})
 
     def _sized(self, func, args, values):
@@ -170,6 +186,13 @@ class FakeDevice(TorchDispatchMode):
         self.shadows[out] = value
         return out
 
+    def _shape_of(self, x: Any) -> Any:
+        """Return a fake tensor for a host tensor, because FakeTensorMode really runs operations on small ones."""
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        with self.fake:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
     def on_host(self, make) -> torch.Tensor:
         """Return a fake host tensor."""
         with self.fake:
@@ -182,7 +205,7 @@ class FakeDevice(TorchDispatchMode):
     def _note(self, tensor: FakeTensor) -> None:
         """Report the memory of a storage that is new or has a new size."""
         storage = tensor.untyped_storage()
-        memory = self.ledger.memory if tensor.device.type == "cuda" else self.ledger.host
+        memory = self.ledger.memory if is_fake(tensor, "cuda") else self.ledger.host
         size, entry = -(-storage.nbytes() // BLOCK) * BLOCK, self.storages.get(storage)
         if entry is None:
             category = self.ledger.category_now()
@@ -217,12 +240,12 @@ class FakeDevice(TorchDispatchMode):
         name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_coalesced")
         handle = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
         group = ProcessGroup.unbox(handle)
-        size = max(sum(_bytes(x) for x in tree_leaves(part)) for part in args[:2])
+        size = max(sum(_bytes(x) for x in _leaves(part)) for part in args[:2])
         self.ledger.collective(name, _label(group), dist.get_process_group_ranks(group), size)
         if name == "gather":  # gloo gathers into one flat buffer first
             self.ledger.temporary(size)
-        if "allgather" in name and (own := self.shadows.get(tree_leaves(args[1])[0])) is not None:
-            for out in tree_leaves(args[0]):
+        if "allgather" in name and (own := self.shadows.get(_leaves(args[1])[0])) is not None:
+            for out in _leaves(args[0]):
                 self.shadows[out] = own.flatten().repeat(out.numel() // own.numel()).view(out.shape)
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
@@ -230,12 +253,6 @@ class FakeDevice(TorchDispatchMode):
 
 def _bytes(x: Any) -> int:
     return x.numel() * x.element_size() if isinstance(x, torch.Tensor) else 0
-
-
-def _shape_of(x: Any) -> Any:
-    """Return a fake tensor for a host tensor, because FakeTensorMode really runs operations on small host tensors."""
-    real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if real else x
 
 
 def _label(group: dist.ProcessGroup) -> str:
