@@ -239,9 +239,8 @@ class Batch:
         opens = self.segment_of[order] < 0
         prompts, places = order[opens], order[~opens]
         lens = torch.zeros(int(counts.sum()), dtype=torch.long)
-        prompt_lens = lens.index_add(0, segment[prompts], torch.ones_like(prompts)).index_copy(
-            0, first, self.prompt_lens
-        )
+        prompt_lens = lens.index_add(0, segment[prompts], torch.ones_like(prompts))
+        prompt_lens = prompt_lens.index_copy(0, first, self.prompt_lens)
         number = segment_ids(prompt_lens)
         ids = torch.empty_like(number)
         of_first = torch.isin(number, first)

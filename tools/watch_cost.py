@@ -20,8 +20,7 @@ from tests.integration import jumping
 SKIPPED = 4  # steps at first, which are slower
 UPDATES = ("enter", "move", "next_micro_batch", "collective", "wait")
 on = {name: getattr(Here, name) for name in UPDATES}
-parts = {Stragglers: ("take", lambda *_: ({}, "")), Alarm: ("check", lambda *_: "")}
-kept = {owner: getattr(owner, name) for owner, (name, _) in parts.items()}
+kept = {owner: owner.end_of_step for owner in (Stragglers, Alarm)}
 begin_step, ends = Here.begin_step, []
 
 
@@ -31,8 +30,8 @@ def begin(self: Here, step: int) -> None:
     begin_step(self, step)
     for name in UPDATES:
         setattr(Here, name, on[name] if step % 2 else lambda *_: None)
-    for owner, (name, nothing) in parts.items():
-        setattr(owner, name, kept[owner] if step % 2 else nothing)
+    for owner, looks in kept.items():
+        owner.end_of_step = looks if step % 2 else lambda *_: None
 
 
 def report() -> None:

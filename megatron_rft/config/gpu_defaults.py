@@ -22,8 +22,7 @@ def fusions(mixture: bool, transformer_engine: bool) -> dict[str, bool]:
 def plan_line(megatron: Megatron, distributed: bool, mixture: bool) -> str:
     """The plan's line on these options, for the packages of requirements-gpu.lock."""
     given = megatron.extra
-    options = overlaps(megatron, distributed) | {
-        name: bool(given.get(name, default)) for name, default in fusions(mixture, True).items()
-    }
+    options = overlaps(megatron, distributed)
+    options |= {name: bool(given.get(name, default)) for name, default in fusions(mixture, True).items()}
     on = [name for name, value in options.items() if value]
     return f"on GPUs: {', '.join(on) or 'nothing overlaps'}; recompute: {megatron.recompute_granularity or 'none'}"

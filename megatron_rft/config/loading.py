@@ -248,9 +248,9 @@ def _explained(error: ErrorDetails) -> tuple[Place, str]:
 def options_named(name: str) -> list[str]:
     """The options of all sections that have a name: run.seed for seed."""
     sections = {section: None for recipe in TRAINERS.values() for section in recipe.model_fields}
-    return [
-        f"{each}.{name}" for each in sections if name not in sections and Choices.at((each, name), WHOLE).having(name)
-    ]
+    if name in sections:
+        return []
+    return [f"{each}.{name}" for each in sections if Choices.at((each, name), WHOLE).having(name)]
 
 
 def _origin(place: Place, layers: Layers) -> str:

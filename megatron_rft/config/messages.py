@@ -91,9 +91,8 @@ def explain(
         words, limit = BOUNDS[kind]
         return place, f"{shown(value)} is not {words} {context[limit]}"
     if kind == "literal_error":
-        return place, not_among(
-            value, [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
-        )
+        words = context["expected"].replace(" or ", ", ").split(",")
+        return place, not_among(value, [word.strip("' ") for word in words])
     if kind == "value_error":
         return place, str(context["error"])
     return place, f"{error['msg']} (given: {shown(value)})"

@@ -167,9 +167,8 @@ class OnlineRecipe(Recipe, trainer="rl"):
         algorithm = self.algorithm
         on_policy = self.one_step and algorithm.old_logprobs == "recompute"
         clips = ("clip_low", "clip_high", "dual_clip")
-        algorithm.unused(
-            on_policy, ON_POLICY, *clips if algorithm.has_ratio else ["importance_cap"], place="algorithm."
-        )
+        unused = clips if algorithm.has_ratio else ["importance_cap"]
+        algorithm.unused(on_policy, ON_POLICY, *unused, place="algorithm.")
         dead = clips if algorithm.differs("importance_cap") else (*clips, "old_logprobs")
         why = f"without pipo: the loss of {algorithm.name} has no ratio"
         algorithm.unused(not algorithm.has_ratio, why, *dead, place="algorithm.")

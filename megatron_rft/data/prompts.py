@@ -100,9 +100,8 @@ def demonstrations(
 
 def as_batch(demonstrations: list[Demonstration]) -> Batch:
     """Demonstrations as the records that objectives read."""
-    batch = Batch.of(
-        [list(each.prompt.token_ids) for each in demonstrations], [list(each.response_ids) for each in demonstrations]
-    )
+    prompts = [list(each.prompt.token_ids) for each in demonstrations]
+    batch = Batch.of(prompts, [list(each.response_ids) for each in demonstrations])
     keys = torch.tensor([each.prompt.images_key for each in demonstrations])
     return batch if demonstrations[0].prompt.images is None else batch.with_sequences(images=keys)
 

@@ -132,9 +132,8 @@ def question_of(row: Row, form: PromptFormat, place: object, tokenizer: Any, tex
         row = row if last is None else row | {form.prompt_field: last}
         used = {form.prompt_field} if form.template is None else template_fields(form.template)
         row = row | {name: hidden(row[name]) for name in used if name in row}
-        text = (
-            field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
-        )
+        template, field = form.template, form.prompt_field
+        text = field_text(row, field, place) if template is None else _filled(template, row, place)
     why_chat = CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
     return Question(text, hidden(history), why_chat, place, form)
 

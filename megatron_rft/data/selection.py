@@ -41,9 +41,7 @@ def select(names: Iterable[str], choice: Choice, source: str, readme: Path | Non
     declared = {} if choice.files or readme is None else declared_splits(every, readme, choice.subset, source)
     chosen = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
     if choice.files:
-        chosen = [
-            name for name in chosen if fnmatch(name, choice.files) or fnmatch(PurePosixPath(name).name, choice.files)
-        ]
+        chosen = [name for name in chosen if any(fnmatch(x, choice.files) for x in (name, PurePosixPath(name).name))]
     elif declared:
         wanted = choice.split or choice.part
         splits = [wanted] if wanted in declared else _of_split(sorted(declared), choice, source)

@@ -123,8 +123,7 @@ def describe(states: list[RankState]) -> list[str]:
     waits, lines = missing(states), []
     for s in sorted(states, key=lambda state: state.rank):
         doing = "waits in" if s.waiting else "stopped after" if s.state in STOPPED_STATES else "works; last was"
-        lines.append(
-            f"rank {s.rank} (node {s.host}, pid {s.pid}): {s.where}, {s.still_s:.0f} s; {doing} {s.collective}"
-        )
+        doing += f" {s.collective}"
+        lines.append(f"rank {s.rank} (node {s.host}, pid {s.pid}): {s.where}, {s.still_s:.0f} s; {doing}")
         lines += [f"    {what}: rank {other} has not come" for other, what in sorted(waits.get(s.rank, {}).items())]
     return lines

@@ -265,9 +265,8 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
         fix = f"The same command continues from the last checkpoint in {output_dir}"
         print(f"error: {names}; the other ranks were stopped. {fix}", file=sys.stderr)
         return FAILED
-    failed = [
-        number for number, status in statuses.items() if status not in (FINISHED, STOPPED) and number not in stopped
-    ]
+    ended = {FINISHED, STOPPED}
+    failed = [number for number, status in statuses.items() if status not in ended and number not in stopped]
     wrong = [number for number in failed if statuses[number] == USER_ERROR]
     first = min(wrong or failed, key=lambda number: read_exit(output_dir, number)["time"])
     message = read_exit(output_dir, first)["message"] or f"ended with status {statuses[first]}"

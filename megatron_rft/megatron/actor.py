@@ -138,9 +138,8 @@ class Actor:
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
         options = models.fields_of(DistributedDataParallelConfig, megatron)
         options |= overlaps(megatron, distributed) if self.device.type == "cuda" else {}
-        config = DistributedDataParallelConfig(
-            **{"grad_reduce_in_fp32": True, **options}, use_distributed_optimizer=distributed
-        )
+        options = {"grad_reduce_in_fp32": True, **options}
+        config = DistributedDataParallelConfig(**options, use_distributed_optimizer=distributed)
         wrap = partial(DistributedDataParallel, self.config, config)
         wrapped = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
         self.config.finalize_model_grads_func = lambda model, _tokens, **kw: finalize_model_grads(model, None, **kw)

@@ -36,9 +36,8 @@ class MovingAverage:
 
     def sharded(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the model's sharded state for megatron's checkpoints, with the averages instead of the parameters."""
-        whole = {
-            f"{prefix}.{i}": sharded_state(chunk, f"{prefix}.", metadata) for i, chunk in enumerate(self.actor.models)
-        }
+        chunks = enumerate(self.actor.models)
+        whole = {f"{prefix}.{i}": sharded_state(chunk, f"{prefix}.", metadata) for i, chunk in chunks}
         pointers = (parameter.data_ptr() for parameter in self._parameters().values())
         mine = dict(zip(pointers, self.weights, strict=True))
         for entry in nested_values(whole):

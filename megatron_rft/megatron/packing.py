@@ -293,10 +293,9 @@ class _Cells:
 
     def predicting(self) -> Tensor:
         """Return [R]: the cell whose hidden state predicts each response token: the cell of the token before it."""
+        lens = self.batch.response_lens
         ends = (self.prompts[self.groups] + self.batch.prompt_lens - 1)[self.batch.sequence_ids]
-        return torch.where(
-            _offsets(self.batch.response_lens) == 0, ends, _cells(self.responses - 1, self.batch.response_lens)
-        )
+        return torch.where(_offsets(lens) == 0, ends, _cells(self.responses - 1, lens))
 
 
 def _offsets(lens: Tensor) -> Tensor:

@@ -89,9 +89,8 @@ def with_shared_prompts(attention: type) -> type:
             if isinstance(packed_seq_params, SharedPrompts):
                 key, value = (TakeKeys.apply(x, packed_seq_params) for x in (key, value))
                 attn_mask_type, packed_seq_params = BOTTOM_RIGHT, packed_seq_params.variable_length
-            return super().forward(
-                query, key, value, attention_mask, attn_mask_type, packed_seq_params=packed_seq_params, **options
-            )
+            options["packed_seq_params"] = packed_seq_params
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **options)
 
     return SharedPromptAttention
 

@@ -92,9 +92,8 @@ class SeeingModel(GPTModel):
     def _blank(self) -> tuple[Tensor, Tensor]:
         """The pixels and the grid of a small image."""
         c, side = self.visual.config, 2 * self.visual.spatial_merge_size
-        return torch.zeros(side * side, c.in_channels * c.temporal_patch_size * c.patch_size**2), torch.tensor(
-            [[1, side, side]]
-        )
+        values = c.in_channels * c.temporal_patch_size * c.patch_size**2
+        return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
 
 
 class ReturnGradients(torch.autograd.Function):

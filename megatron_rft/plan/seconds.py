@@ -102,9 +102,8 @@ class Machine:
         attention = 2 * tokens * length * s.q / layout.tp
         flops = 2 * tokens * s.hidden * ((2 * s.q + 2 * s.kv) / layout.tp + wide)
         held = kept(s, layout, self.sequence, mixture, self.recompute, self.keys) * tokens * self.element
-        forward = Bounds(
-            self.products(flops + attention) + self.traffic(TRAFFIC[0] * held), self._links(tokens, mixture)
-        )
+        seconds = self.products(flops + attention) + self.traffic(TRAFFIC[0] * held)
+        forward = Bounds(seconds, self._links(tokens, mixture))
         if not backward:
             return forward
         again = {"full": forward, "selective": Bounds(self.products(attention), 0)}.get(self.recompute, Bounds(0, 0))

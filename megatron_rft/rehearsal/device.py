@@ -53,16 +53,12 @@ def _in_the_background(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(kwargs.get("non_blocking")) and args[0] in PINNED
 
 
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class FakeDevice(TorchDispatchMode):
     def __init__(self, ledger: Ledger):
         super().__init__()
         self.ledger, self.fake = ledger, FakeTensorMode(allow_non_fake_inputs=True)
         self.shadows, self.storages = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        ledger.in_backward = in_backward
+        ledger.in_backward = lambda: torch._C._current_graph_task_id() != -1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:

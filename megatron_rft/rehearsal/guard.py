@@ -74,9 +74,8 @@ def _build(root: Path, path: Path) -> None:
             done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
             if done.returncode:
                 new.unlink(missing_ok=True)
-                reason = next(
-                    (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:]
-                )
+                reasons = [line for line in done.stderr.splitlines() if "error" in line]
+                reason = reasons[0] if reasons else done.stderr.strip()[-300:]
                 raise UserError(f"{program} cannot compile {SOURCE}, which needs C++20 (g++ 10 or newer): {reason}")
     except OSError as error:
         raise UserError(

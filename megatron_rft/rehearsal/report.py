@@ -131,7 +131,6 @@ def link_lines(stages: list[Stage]) -> list[str]:
             if size < SMALL_MESSAGE:
                 continue
             where = "inside a node" if span == "node" else "across nodes"
-            told.append(
-                f"  {stage.name}, {phase}, {group} ({ranks} ranks {where}): {calls:,} x {name}, {gib(size)} GiB"
-            )
+            each = f"{calls:,} x {name}, {gib(size)} GiB"
+            told.append(f"  {stage.name}, {phase}, {group} ({ranks} ranks {where}): {each}")
     return told if len(told) > 1 else []

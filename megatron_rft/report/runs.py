@@ -96,9 +96,8 @@ def read(folder: Path) -> RecordedRun:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
     alarms = [line["note"] for line in read_json_lines(folder / NOTES_FILE) if line.get("alarm")]
-    return RecordedRun(
-        folder, recipe, read_metrics(folder / METRICS_FILE), read_json_lines(folder / SAMPLES_FILE), alarms
-    )
+    samples = read_json_lines(folder / SAMPLES_FILE)
+    return RecordedRun(folder, recipe, read_metrics(folder / METRICS_FILE), samples, alarms)
 
 
 def _no_run(folder: Path) -> str:

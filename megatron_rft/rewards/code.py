@@ -218,9 +218,8 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
         if used_s > row.cpu_s:
             return _tier("time-out", f"{where}not all tests ended {row}", outcomes)
         passed = same_output(ended.output, expected)
-        outcomes.append(
-            "" if passed else f"{where}expected output:\n{_short(expected)}\noutput:\n{_short(ended.output)}"
-        )
+        both = f"expected output:\n{_short(expected)}\noutput:\n{_short(ended.output)}"
+        outcomes.append("" if passed else where + both)
     return _share_passed(outcomes)
 
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rft.plan.devices import DEVICES
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.records import Batch
+from megatron_rft.tracking.observer import Observer, Trained
 from megatron_rft.utils.asleep import asleep
 from megatron_rft.utils.position import here
 
 
-class Phases:
+class Phases(Observer):
     """Measures seconds and peak memory by phase. Every second counts once: the time of an inner phase is not counted in
     the outer one.
 
@@ -71,6 +72,9 @@ class Phases:
         self._attribute()
         return {phase: max(seconds - self._waited[phase], 0.0) for phase, seconds in self._seconds.items()}
 
+    def end_of_step(self, step: int, metrics: dict[str, float]) -> None:
+        metrics |= self.take()
+
     def take(self) -> dict[str, float]:
         """Return seconds and peak memory since the last call, by phase and in total, and reset them."""
         self._attribute()
@@ -101,63 +105,50 @@ def take_memory_peak() -> float:
     return peak
 
 
-# Dense bf16 peak by a part of CUDA's device name, from NVIDIA's data sheets; the first match counts. Others:
-# tracking.peak_tflops.
-PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.4,
-    "GH200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H800": 989.4,
-    "H20": 148.0,
-    "A100": 311.9,
-    "A800": 311.9,
-    "L40S": 362.0,
-}
+# In dense bf16, by a part of CUDA's device name; from NVIDIA's data sheets
+PEAK_TFLOPS = {device.name: device.flops / 1e12 for device in DEVICES.values()}
+PEAK_TFLOPS |= {"GB200": 2500.0, "GH200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.4, "L40S": 362.0}
+PEAK_TFLOPS["A800"] = PEAK_TFLOPS["A100"]
 
 
 def peak_tflops() -> float | None:
-    """Return the peak of this process's device; None if it is unknown."""
+    """Return the peak of this process's device; None if it is unknown (tracking.peak_tflops)."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    return PEAK_TFLOPS.get(max((name for name in PEAK_TFLOPS if name in device), key=len, default=""))
 
 
 @dataclass
-class Throughput:
-    """Counts the tokens and FLOPs of a training step's optimizer steps. `peak`: TFLOP/s of one device, or None."""
+class Throughput(Observer):
+    """Counts the tokens and FLOPs of a training step's optimizer steps. `peak`: TFLOP/s of one device, or None. A
+    shared prompt counts once, also if its group was split over ranks."""
 
     sizes: ModelShape
     devices: int
     peak: float | None
+    share_prompts: bool = False
     tokens: float = 0.0
     flops: float = 0.0
 
-    def trained(self, batch: Batch, share_prompts: bool = False) -> None:
-        """Count a mini-batch of all ranks. A shared prompt counts once, also if its group was split over ranks."""
-        batch, _ = batch.by_segment()
+    def trained(self, step: Trained) -> None:
+        batch, _ = step.computed.by_segment()
         prompts, lengths = batch.prompt_lens.double(), batch.lengths.double()
         self.tokens += lengths.sum().item()
         again = torch.zeros(len(batch), dtype=torch.bool)  # whether an earlier sequence has computed the prompt
-        if share_prompts:
+        if self.share_prompts:
             numbers = batch.prompt_numbers
             again[1:] = numbers[1:] <= numbers.cummax(0).values[:-1]
         computed = (lengths.sum() - prompts[again].sum()).item()
         pairs = (lengths.square().sum() - prompts[again].square().sum()).item()
         self.flops += 3 * (2 * self.sizes.multiplied * computed + 2 * len(self.sizes.mixture) * self.sizes.q * pairs)
 
-    def take(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the throughput metrics of the step that `metrics` describes, and reset the counts."""
-        rates = {}
+    def end_of_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the rates of the step whose seconds are in `metrics`, and reset the counts."""
         if "tokens/generated" in metrics:
-            rates["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
-            rates["tokens/per_second_per_device"] = rates["tokens/per_second"] / self.devices
+            metrics["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
+            metrics["tokens/per_second_per_device"] = metrics["tokens/per_second"] / self.devices
         seconds = metrics.get("seconds/training", 0.0) + metrics.get("seconds/verification", 0.0)
         if seconds and self.tokens:
-            rates["tokens/trained_per_second_per_device"] = self.tokens / seconds / self.devices
+            metrics["tokens/trained_per_second_per_device"] = self.tokens / seconds / self.devices
             if self.peak:
-                rates["training/mfu"] = self.flops / (seconds * self.devices * self.peak * 1e12)
+                metrics["training/mfu"] = self.flops / (seconds * self.devices * self.peak * 1e12)
         self.tokens = self.flops = 0.0
-        return rates

@@ -1,13 +1,11 @@
-"""Observes a run: averages over a step, non-finite steps, slow ranks, alarms.
+"""Observers of a run: averages over a step, non-finite steps, slow ranks, loads of experts, alarms.
 
 Alarms are about known failures of the algorithms (`tracking.alarms` turns them off) and about the train-inference
 mismatch, which has bounds in the section `faults`. Nothing here changes a number that is trained on.
 """
 
-import socket
 from collections import defaultdict, deque
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,25 +15,81 @@ from safetensors.torch import save_file
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
-from megatron_rft.objectives.base import Update
+from megatron_rft.megatron.routers import Routers
 from megatron_rft.records import Batch
+from megatron_rft.tracking.observer import Observer, Trained
 from megatron_rft.tracking.progress import SLOWER
-from megatron_rft.tracking.throughput import Phases, Throughput
+from megatron_rft.tracking.throughput import Phases
 from megatron_rft.utils.errors import RunFailed
 
 STEPS = 10  # that a condition must hold in a row
 FIRST = 20  # steps whose mean is compared with
 PAGE = "docs/troubleshooting.md"
 Metrics = dict[str, float]
-Loads = dict[int, list[int]]
 CAUSES_OF_MISMATCH = (
     "`megatron-rft diagnose RECIPE --run RUN` says whether it is rounding or a bug, and whose. "
     "algorithm.importance=truncated corrects for rounding"
 )
 
 
+class Mean(Observer):
+    """Means over the optimizer steps of a training step, named policy/loss, verification/grad_norm and so on; names
+    that contain a slash are kept."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = defaultdict(list)
+
+    def trained(self, step: Trained) -> None:
+        if "no_gradient" in step.mini_batch.sequences:
+            step.metrics["computed_share"] = len(step.computed) / len(step.mini_batch)
+        for name, value in step.metrics.items():
+            self.values[name if "/" in name else f"{step.name}/{name}"].append(value)
+
+    def end_of_step(self, step: int, metrics: Metrics) -> None:
+        metrics |= {name: sum(values) / len(values) for name, values in self.values.items()}
+        self.values.clear()
+
+
 @dataclass
-class Alarm:
+class Loads(Observer):
+    """The tokens of each expert, by layer. `write(step, loads)`: into the run's file."""
+
+    routers: Routers
+    write: Callable[[int, dict[int, list[int]]], None]
+
+    def end_of_step(self, step: int, metrics: Metrics) -> None:
+        """The largest and the smallest load of an expert over all layers, as multiples of its layer's mean."""
+        loads = self.routers.take()
+        if relative := [count * len(layer) / sum(layer) for layer in loads.values() if sum(layer) for count in layer]:
+            metrics |= {"experts/load_max": max(relative), "experts/load_min": min(relative)}
+        if loads:
+            self.write(step, loads)
+
+
+@dataclass
+class MismatchBounds(Observer):
+    """The engine's log-probs, of the trainer's current weights, beside the trainer's. A bound that is exceeded is a
+    warning, or RunFailed if faults.on_mismatch is "stop"."""
+
+    faults: Faults
+
+    def end_of_step(self, step: int, metrics: Metrics) -> str | None:
+        bounds = {name: getattr(self.faults, f"mismatch_{name}") for name in ("kl", "share")}
+        beyond = [
+            f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
+            for name, bound in bounds.items()
+            if bound is not None and not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
+        ]
+        if not beyond:
+            return None
+        told = f"step {step}: engine and trainer disagree on the same tokens: {'; '.join(beyond)}. {CAUSES_OF_MISMATCH}"
+        if self.faults.on_mismatch == "stop":
+            raise RunFailed(told)
+        return told
+
+
+@dataclass
+class Alarm(Observer):
     """`condition(metrics, first)` must hold in the last STEPS steps that have the metric `needs`; `first` is its mean
     over the first of them. An alarm is told when this becomes true, and again only after it was false. A resumed run
     begins its windows again.
@@ -44,13 +98,12 @@ class Alarm:
     needs: str
     condition: Callable[[Metrics, float], bool]
     sentence: str
-    page: str
+    page: str = f"{PAGE}, The reward does not rise"
     first: list[float] = field(default_factory=list)
     last: deque[Metrics] = field(default_factory=lambda: deque(maxlen=STEPS))
     holds: bool = False
 
-    def check(self, metrics: Metrics, step: int) -> str:
-        """Return a sentence if the alarm is to be told in this step."""
+    def end_of_step(self, step: int, metrics: Metrics) -> str:
         if self.needs not in metrics:
             return ""
         if len(self.first) < FIRST:
@@ -68,28 +121,24 @@ ALARMS = (
         "policy/entropy",
         lambda step, first: step["policy/entropy"] < 0.1 * first,
         "the entropy has collapsed: below a tenth of what it was at first (policy/entropy)",
-        f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "response/length_mean",
         lambda step, first: step["response/length_mean"] > 2 * first and step.get("response/finished", 0.0) < 0.5,
         "the responses explode: more than twice as long as at first, and most do not end (response/length_mean, "
         "response/finished)",
-        f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "response/finished",
         lambda step, _: step["response/finished"] == 0,
         "no response ends: rollout.max_response_tokens, or environment.turn_tokens, cuts all of them off "
         "(response/finished)",
-        f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "reward/group_std",  # absent where a group is one response, which always agrees with itself
         lambda step, _: step.get("reward/all_right_groups", 0.0) + step.get("reward/all_wrong_groups", 0.0) >= 1 - 1e-9,
         "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "
         "reward/all_wrong_groups)",
-        f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "policy/kl",
@@ -124,82 +173,25 @@ ALARMS = (
 )
 
 
-def load_metrics(loads: Loads) -> Metrics:
-    """The largest and the smallest load of an expert over all layers, as multiples of its layer's mean."""
-    relative = [count * len(layer) / sum(layer) for layer in loads.values() if sum(layer) for count in layer]
-    return {"experts/load_max": max(relative), "experts/load_min": min(relative)} if relative else {}
-
-
-def check_mismatch(metrics: dict[str, float], options: Faults, step: int) -> str | None:
-    """The warning if the step's mismatch exceeds a bound. Raises RunFailed instead if on_mismatch is "stop"."""
-    bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "share")}
-    beyond = [
-        f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
-        for name, bound in bounds.items()
-        if bound is not None and not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
-    ]
-    if not beyond:
-        return None
-    message = f"step {step}: engine and trainer disagree on the same tokens: {'; '.join(beyond)}. {CAUSES_OF_MISMATCH}"
-    if options.on_mismatch == "stop":
-        raise RunFailed(message)
-    return message
-
-
 PHASES = ("generation", "reward", "refine", "logprobs", "training", "verification", "sync", "evaluation", "other")
 
 
-class Monitor:
-    """The observers of one run. `compares_logprobs`: the engine's log-probs are those of the trainer's current weights,
-    so that a difference is a mismatch. `alarms`: tracking.alarms."""
-
-    def __init__(self, folder: Path, faults: Faults, throughput: Throughput, alarms: bool, compares_logprobs: bool):
-        self.faults, self.throughput, self.compares_logprobs = faults, throughput, compares_logprobs
-        self.guard = NonFiniteGuard(folder, faults.max_skipped_steps)
-        self.values: dict[str, list[float]] = defaultdict(list)  # of the optimizer steps of this training step
-        self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
-        self.alarms = deepcopy(ALARMS) if alarms else ()
-
-    def trained(
-        self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
-    ) -> None:
-        """Note an optimizer step, whose metrics are named policy/loss, verification/grad_norm and so on; names that
-        contain a slash are kept. `computed`: the sequences of the mini-batch that were computed; `shared`: whether they
-        shared their prompts."""
-        self.guard.note(metrics, mini_batch, step)
-        if "no_gradient" in mini_batch.sequences:
-            metrics["computed_share"] = len(computed) / len(mini_batch)
-        for name, value in metrics.items():
-            self.values[name if "/" in name else f"{update.name}/{name}"].append(value)
-        self.throughput.trained(computed, shared)
-
-    def end_of_step(
-        self, step: int, metrics: dict[str, float], phases: Phases, loads: Loads
-    ) -> tuple[dict[str, float], list[str]]:
-        """All metrics of the step, and the warnings. `loads`: the tokens of each expert by layer. Collective."""
-        ranks, slow = self.stragglers.take(phases.work(), step)
-        means = {name: sum(values) / len(values) for name, values in self.values.items()}
-        self.values.clear()
-        metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.skipped[1]} | phases.take()
-        metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
-        mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
-        alarms = [alarm.check(metrics, step) for alarm in self.alarms]
-        return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
-
-
-class NonFiniteGuard:
+class NonFiniteGuard(Observer):
     """Allows `bound` skipped optimizer steps in a row. One more writes the batch to disk and ends the run."""
 
     def __init__(self, output_dir: Path, bound: int):
         self.output_dir, self.bound, self.skipped = output_dir, bound, (0, 0)  # in a row, in all
 
-    def note(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
-        if not metrics["skipped"]:
+    def trained(self, step: Trained) -> None:
+        if not step.metrics["skipped"]:
             self.skipped = 0, self.skipped[1]
             return
         self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
         if self.skipped[0] > self.bound:
-            self._fail(metrics, batch, step)
+            self._fail(step.metrics, step.mini_batch, step.number)
+
+    def end_of_step(self, step: int, metrics: Metrics) -> None:
+        metrics["faults/skipped_steps"] = self.skipped[1]
 
     def _fail(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
         path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
@@ -212,27 +204,29 @@ class NonFiniteGuard:
         )
 
 
-class Stragglers:
+class Stragglers(Observer):
     """Compares the ranks after each step. All ranks call it together.
 
     Work is wall time outside waits for collectives. On GPUs the host does not wait for a collective, so that the wait
     is part of the work there: `training` of all ranks is then about equal, and generation and grading tell them apart.
     """
 
-    def __init__(self, hosts: list[str]) -> None:
-        """`hosts`: the node of each rank."""
-        self.hosts = hosts
+    def __init__(self, hosts: list[str], phases: Phases) -> None:
+        """`hosts`: the node of each rank. `phases`: of this rank; they are taken after it."""
+        self.hosts, self.phases = hosts, phases
         self.rank, self.steps = -1, 0  # the slowest rank, and for how many steps in a row
 
-    def take(self, work: dict[str, float], step: int) -> tuple[dict[str, float], str]:
-        """Metrics, and a sentence when a rank has been slow for `STEPS` steps; empty otherwise. `work`: seconds by
-        phase of this rank."""
+    def end_of_step(self, step: int, metrics: Metrics) -> str:
         if len(self.hosts) == 1:
-            return {}, ""
-        return self.compare(parallel.gather([[work.get(phase, 0.0) for phase in PHASES]]), step)
+            return ""
+        work = self.phases.work()
+        found, sentence = self.compare(parallel.gather([[work.get(phase, 0.0) for phase in PHASES]]), step)
+        metrics |= found
+        return sentence
 
     def compare(self, rows: list[list[float]], step: int) -> tuple[dict[str, float], str]:
-        """`rows`: for each rank the seconds of PHASES."""
+        """Metrics, and a sentence when a rank has been slow for `STEPS` steps; empty otherwise. `rows`: for each rank
+        the seconds of PHASES."""
         totals = [sum(row) for row in rows]
         middle, slowest = median(totals), max(range(len(rows)), key=totals.__getitem__)
         metrics = {"ranks/work_median": middle, "ranks/work_slowest": totals[slowest], "ranks/slowest": slowest}

@@ -184,9 +184,8 @@ def train(recipe: Recipe) -> int:
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(stored.train)
     examples = objective.examples(data)
-    cost = Costs(
-        data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
-    )
+    alone = recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
+    cost = Costs(data, not alone)
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
     reference = Reference(recipe.model, recipe.run, options, stored.digest)
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences

@@ -5,7 +5,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
+from megatron_rft.tracking.observer import Observer, Trained
 from megatron_rft.tracking.throughput import Phases, Throughput, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.training import adapters, build
@@ -30,7 +33,7 @@ from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
-from megatron_rft.training.monitor import Monitor, due
+from megatron_rft.training.monitor import ALARMS, Loads, Mean, MismatchBounds, NonFiniteGuard, Stragglers, due
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.device import return_free_pages
 from megatron_rft.utils.position import here
@@ -86,10 +89,7 @@ class TrainingRun:
             self._build_engine(tokenizer, stack, given or {}, keeps_episodes)
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
-        sizes, peak = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops or peak_tflops()
-        throughput = Throughput(sizes, dist.get_world_size(), peak)
-        on_policy = not recipe.rollout.staleness
-        self.monitor = Monitor(self.folder, recipe.faults, throughput, recipe.tracking.alarms, on_policy)
+        self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
         self.best: BestModel | None = None
         if recipe.trainer == "offline":
             patience = recipe.evaluation.patience
@@ -97,6 +97,7 @@ class TrainingRun:
         options, folder = recipe.checkpoint, self.folder / "checkpoints"
         self.checkpoints = Checkpointer(folder, models.trained, options.keep, options.asynchronous, models.averages)
         self.tracker: Tracker | None = None
+        self.observers: list[Observer] = []
         stack.enter_context(closing(self))
 
     # ---- start
@@ -124,7 +125,7 @@ class TrainingRun:
                 parallel.on_main(lambda: adapters.check_base(path, self.inputs))
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
-            self.monitor.guard.skipped = tuple(facts["skipped_steps"])
+            self.guard.skipped = tuple(facts["skipped_steps"])
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             state = self.best.restore(state)
@@ -137,6 +138,7 @@ class TrainingRun:
             name=self.recipe.run.name,
             resolved=self.recipe.model_dump(),
         )
+        self.observers = self._observers()
         for warning in warnings:
             self.tracker.note(warning)
         if path is not None:
@@ -144,6 +146,19 @@ class TrainingRun:
         for reason, count in self.dropped.items():
             self.tracker.note(f"data.train: {count} rows left out ({reason})")
         return state
+
+    def _observers(self) -> list[Observer]:
+        """In their order: each sees the metrics of those before it."""
+        recipe, actor = self.recipe, self.models.actor
+        peak, shares = recipe.tracking.peak_tflops or peak_tflops(), actor.layout.share_prompts
+        sizes, hosts = read_shape(model_folder(recipe.model.path)), parallel.from_all_ranks(gethostname(), "start")
+        observers = [Stragglers(hosts, self.phases), Mean(), self.guard, self.phases]
+        observers.append(Throughput(sizes, len(hosts), peak, shares))
+        if actor.routers:
+            observers.append(Loads(actor.routers, self.tracker.experts))
+        if not recipe.rollout.staleness:
+            observers.append(MismatchBounds(recipe.faults))  # else the engine has other weights than the trainer
+        return observers + (deepcopy(list(ALARMS)) if recipe.tracking.alarms else [])
 
     @property
     def evaluates_at_start(self) -> bool:
@@ -195,7 +210,8 @@ class TrainingRun:
                 norms = models.part_norms(update, batch, counts, second)
         with self.phases("verification" if update.name == "verification" else "training"):
             metrics = models.step(update, batch, counts, second)
-        self.monitor.trained(update, mini_batch, batch, models.actor.layout.share_prompts, metrics, step)
+        for observer in self.observers:
+            observer.trained(Trained(step, update.name, mini_batch, batch, metrics))
         return norms
 
     def evaluation_due(self, step: int) -> bool:
@@ -228,13 +244,9 @@ class TrainingRun:
         if self.models.actor.device.type == "cpu":
             return_free_pages()
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
-        routers = self.models.actor.routers
-        loads = routers.take() if routers else {}
-        metrics, warnings = self.monitor.end_of_step(step, metrics, self.phases, loads)
-        for warning in warnings:
-            self.tracker.note(warning, alarm=True)
-        if loads:
-            self.tracker.experts(step, loads)
+        for observer in self.observers:
+            if warning := observer.end_of_step(step, metrics):
+                self.tracker.note(warning, alarm=True)
         # Log before the checkpoint: after a kill in between, the step is repeated and its line is replaced.
         self.tracker.log(step, metrics)
         with self.phases("checkpoint"):
@@ -252,7 +264,7 @@ class TrainingRun:
         self.tracker.sync()
         if self.best:
             state = state | self.best.state()
-        facts = {"position": self.stream.position, "skipped_steps": self.monitor.guard.skipped, "inputs": self.inputs}
+        facts = {"position": self.stream.position, "skipped_steps": self.guard.skipped, "inputs": self.inputs}
         self.checkpoints.save(step, facts, state)
 
     # ---- end
@@ -269,10 +281,8 @@ class TrainingRun:
             publish(step, True)
             with self.phases("evaluation"):
                 after = self._evaluated("test", self.total_steps)
-        actor = self.models.actor
-        weights.save_folder(
-            actor.stream(), self.folder / "export", actor.hf_config, build.tokenizer_folder(self.recipe.model)
-        )
+        actor, tokenizer = self.models.actor, build.tokenizer_folder(self.recipe.model)
+        weights.save_folder(actor.stream(), self.folder / "export", actor.hf_config, tokenizer)
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
         if actor.lora:
             adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)

@@ -53,10 +53,8 @@ class WorkerProcess:
         self.connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", self.module, str(theirs.fileno()), json.dumps(self.options)]
-            environment = os.environ | {"PYTHONHASHSEED": "0"}
-            self.process = process = start_helper(
-                command, reap=True, log=self.log, env=environment, pass_fds=(theirs.fileno(),)
-            )
+            options = {"env": os.environ | {"PYTHONHASHSEED": "0"}, "pass_fds": (theirs.fileno(),)}
+            self.process = process = start_helper(command, reap=True, log=self.log, **options)
         try:
             self.about = self._receive(START_TIMEOUT_S, f"when its process started{self.log and f': {self.log}'}")
         except CallFailed as error:

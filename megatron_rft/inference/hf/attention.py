@@ -28,9 +28,8 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.view(rows, key.shape[1], -1, query.shape[-1])
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.device.type == "cpu":
-        scores = (grouped * (options.get("scaling") or query.shape[-1] ** -0.5)) @ key.transpose(
-            2, 3
-        )  # [L, kv heads, heads of one, S]
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        scores = (grouped * scale) @ key.transpose(2, 3)  # [L, kv heads, heads of one, S]
         out = scores.add_(attention_mask).softmax(-1) @ value  # in less time than sdpa, which reads few keys slowly
         return out.view(rows, 1, heads, -1), None
     out = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))

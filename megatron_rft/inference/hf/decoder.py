@@ -162,9 +162,8 @@ class Decoder:
     def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
         """Return for each row the logits of its first token [L, V], the mask of its prompt [L, S], by how much images
         change the positions behind it [L], and the cache."""
-        prompts = {
-            row.request.id: torch.tensor(row.request.prompt_ids, device=self.engine.model.device) for row in rows
-        }
+        requests, device = [row.request for row in rows], self.engine.model.device
+        prompts = {each.id: torch.tensor(each.prompt_ids, device=device) for each in requests}
         places = {id: place for place, id in enumerate(prompts)}
         own = [places[row.request.id] for row in rows]
         ids = pad_sequence(list(prompts.values()), True, padding_side="left")  # [n, S]

@@ -107,9 +107,8 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
         values = matrix(layer) if key == "weight" else layer._parameters[key]
         names = hf_names(model, path, key)
         if isinstance(layer, VocabParallelEmbedding):
-            names = (
-                hf_names(model, path.replace("lm_head", "model.embed_tokens"), key) if layer in tied(model) else names
-            )
+            if layer in tied(model):
+                names = hf_names(model, path.replace("lm_head", "model.embed_tokens"), key)
             yield Shard(names, values, rows=model.config.get_text_config().vocab_size)
         elif len(names) > 1:
             shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]

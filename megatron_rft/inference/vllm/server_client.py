@@ -300,10 +300,8 @@ class ServerEngine(Member):
             EngineLost: there is no answer.
             RunFailed: the server refuses.
         """
-        parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(
-            parts.hostname, parts.port or 80, timeout=timeout_s or self.silence_timeout_s
-        )
+        parts, timeout = urlsplit(self.url), timeout_s or self.silence_timeout_s
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout)
         try:
             connection.connect()
             if epoch is not None:

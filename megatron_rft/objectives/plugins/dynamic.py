@@ -80,9 +80,8 @@ def joined(batch: Batch) -> Batch:
     if "no_gradient" in refined.sequences:
         refined = refined.with_sequences(no_gradient=torch.zeros(len(refined), dtype=torch.bool))
     sampled = sampled.with_tokens(refined_mask=torch.zeros(len(sampled.response_ids)))
-    return concatenate(
-        [each.with_sequences(refined=torch.full((len(each),), i)) for i, each in enumerate((sampled, refined))]
-    )
+    both = enumerate((sampled, refined))
+    return concatenate([each.with_sequences(refined=torch.full((len(each),), i)) for i, each in both])
 
 
 def sampled_only(batch: Batch) -> tuple[Batch, Tensor]:
@@ -173,9 +172,8 @@ class DynamicConstraint(Plugin):
     def _with_constraint(self, base_loss: LossFunction) -> LossFunction:
         def loss(outputs: Outputs, batch: Batch) -> Loss:
             sampled, positions = sampled_only(batch)
-            base = base_loss(
-                {name: value.index_select(0, send(positions, value.device)) for name, value in outputs.items()}, sampled
-            )
+            own = {name: value.index_select(0, send(positions, value.device)) for name, value in outputs.items()}
+            base = base_loss(own, sampled)
             terms = pair_terms(outputs["logprobs"], batch, self.options.tokens)
             total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()
             return Loss(

@@ -140,9 +140,8 @@ def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     if _nested(wanted) != _nested(got):
         return False
     ours, theirs = (list(each[1:]) if each[0] in LISTS else [each] for each in (wanted, got))
-    names, others = (
-        {each[2]: each[-1] for each in parts if each[0] == "=" and is_name(each[2])} for parts in (ours, theirs)
-    )
+    chains = ([each for each in parts if each[0] == "="] for parts in (ours, theirs))
+    names, others = ({each[2]: each[-1] for each in parts if is_name(each[2])} for parts in chains)
     if len(names) == len(ours) and not any(each[0] == "=" for each in theirs):  # 1, 2 for x = 1, y = 2
         return _in_order(list(names.values()), theirs if len(theirs) > 1 else members(got))
     if wanted[0] == "()" and wanted[1] in ("(", "") and len(others) == len(theirs) > 1:  # x = 1, y = 2 for (1, 2)

@@ -5,6 +5,7 @@ import torch
 
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
+from megatron_rft.tracking.observer import Trained
 from megatron_rft.tracking.throughput import Throughput, peak_tflops
 from tests.shapes import json_of
 
@@ -19,23 +20,33 @@ def test_parameters_that_multiply_a_token():
     assert MIXTURE.multiplied == 2 * ATTENTION + 3 * 32 + (2 * 3 * 12 + 16) + 40
 
 
+def train(throughput: Throughput, batch: Batch) -> None:
+    throughput.trained(Trained(1, "policy", batch, batch, {}))
+
+
+def rates(throughput: Throughput, metrics: dict[str, float]) -> dict[str, float]:
+    found = dict(metrics)
+    throughput.end_of_step(1, found)
+    return {name: found[name] for name in found if name not in metrics}
+
+
 def test_share_of_the_peak():
     throughput = Throughput(DENSE, devices=2, peak=1e-6)  # a million FLOP/s each
-    throughput.trained(Batch.of([[1], []], [[1, 2], [1]]))
+    train(throughput, Batch.of([[1], []], [[1, 2], [1]]))
     flops = 3 * (2 * DENSE.multiplied * 4 + 2 * 2 * 4 * (9 + 1))  # two layers, q = 4, squares of the lengths
-    found = throughput.take({"seconds/training": 2.0, "seconds/verification": 1.0, "seconds/step": 5.0})
+    found = rates(throughput, {"seconds/training": 2.0, "seconds/verification": 1.0, "seconds/step": 5.0})
     assert found == {
         "tokens/trained_per_second_per_device": 4 / 3 / 2,
         "training/mfu": pytest.approx(flops / (3 * 2 * 1e6)),
     }
-    assert throughput.take({"seconds/step": 1.0}) == {}
+    assert rates(throughput, {"seconds/step": 1.0}) == {}
 
 
 def test_a_shared_prompt_costs_once():
     """Lengths 3, 3, 4; the first two share a prompt of 2 tokens, so of the second only one token is computed, which
     attends to 3."""
-    throughput = Throughput(DENSE, devices=1, peak=1e-6)
-    throughput.trained(Batch.of([[1, 2], [1, 2], [2, 1]], [[5], [6], [7, 8]]), share_prompts=True)
+    throughput = Throughput(DENSE, devices=1, peak=1e-6, share_prompts=True)
+    train(throughput, Batch.of([[1, 2], [1, 2], [2, 1]], [[5], [6], [7, 8]]))
     assert throughput.tokens == 10
     assert throughput.flops == 3 * (2 * DENSE.multiplied * 8 + 2 * 2 * 4 * (9 + (9 - 4) + 16))
 
@@ -43,12 +54,12 @@ def test_a_shared_prompt_costs_once():
 def test_segments_attend_to_themselves():
     """Segments of 2 + 2 and 1 + 2 tokens."""
     throughput = Throughput(DENSE, devices=1, peak=1e-6)
-    throughput.trained(Batch.of([[1, 2]], [[5, 6, 7, 8, 9]]).with_segments([[0, -1, 1, 1, 0]]))
+    train(throughput, Batch.of([[1, 2]], [[5, 6, 7, 8, 9]]).with_segments([[0, -1, 1, 1, 0]]))
     assert throughput.flops == 3 * (2 * DENSE.multiplied * 7 + 2 * 2 * 4 * (16 + 9))
 
 
 def test_tokens_per_second_and_device():
-    found = Throughput(DENSE, 4, None).take({"tokens/generated": 80.0, "seconds/step": 2.0})
+    found = rates(Throughput(DENSE, 4, None), {"tokens/generated": 80.0, "seconds/step": 2.0})
     assert found == {"tokens/per_second": 40.0, "tokens/per_second_per_device": 10.0}
 
 
@@ -57,7 +68,11 @@ def test_tokens_per_second_and_device():
     [
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA H20", 148.0),

@@ -1,17 +1,12 @@
 """Each alarm on the metrics of a run that has its failure, and of one that has not."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rft.config import Faults
-from megatron_rft.training.monitor import (
-    ALARMS,
-    STEPS,
-    Alarm,
-    check_mismatch,
-    load_metrics,
-)
+from megatron_rft.training.monitor import ALARMS, STEPS, Alarm, Loads, MismatchBounds
 from megatron_rft.utils.errors import RunFailed
 from tests.integration.tiny import ROOT
 
@@ -43,7 +38,7 @@ FAILURES = {
 
 
 def check(alarms: list[Alarm], metrics: dict[str, float], step: int) -> list[str]:
-    return [told for alarm in alarms if (told := alarm.check(metrics, step))]
+    return [told for alarm in alarms if (told := alarm.end_of_step(step, metrics))]
 
 
 def test_a_healthy_run_has_none():
@@ -78,7 +73,9 @@ def test_each_names_a_page_that_exists():
 
 
 def test_within_the_bounds_or_without_numbers():
-    assert check_mismatch(ALIKE, Faults(), 3) is None and check_mismatch({}, Faults(), 3) is None
+    assert (
+        MismatchBounds(Faults()).end_of_step(3, ALIKE) is None and MismatchBounds(Faults()).end_of_step(3, {}) is None
+    )
 
 
 @pytest.mark.parametrize("name, value, bound", [("kl", 0.2, 0.05), ("share", 0.5, 0.25), ("kl", float("nan"), 0.05)])
@@ -86,11 +83,17 @@ def test_an_alarm_is_told_or_ends_the_run(name, value, bound):
     metrics = ALIKE | {f"mismatch/{name}": value}
     told = f"step 3: .*mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}\\. `megatron-rft diagnose"
     with pytest.raises(RunFailed, match=told):
-        check_mismatch(metrics, Faults(on_mismatch="stop"), 3)
-    assert check_mismatch(metrics, Faults(), 3).startswith("step 3: engine and trainer disagree")
-    assert check_mismatch(metrics, Faults(**{f"mismatch_{name}": None}), 3) is None
+        MismatchBounds(Faults(on_mismatch="stop")).end_of_step(3, metrics)
+    assert MismatchBounds(Faults()).end_of_step(3, metrics).startswith("step 3: engine and trainer disagree")
+    assert MismatchBounds(Faults(**{f"mismatch_{name}": None})).end_of_step(3, metrics) is None
 
 
-def test_the_extremes_of_the_experts_loads():
-    loads = {1: [150, 0, 150], 3: [5, 5, 5]}
-    assert load_metrics(loads) == {"experts/load_max": 1.5, "experts/load_min": 0.0} and load_metrics({}) == {}
+@pytest.mark.parametrize(
+    "loads, found",
+    [({1: [150, 0, 150], 3: [5, 5, 5]}, {"experts/load_max": 1.5, "experts/load_min": 0.0}), ({}, {})],
+    ids=["of two layers", "none"],
+)
+def test_the_extremes_of_the_experts_loads(loads, found):
+    written, metrics = [], {}
+    Loads(SimpleNamespace(take=lambda: loads), lambda *each: written.append(each)).end_of_step(7, metrics)
+    assert metrics == found and written == ([(7, loads)] if loads else [])

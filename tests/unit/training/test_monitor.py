@@ -2,12 +2,13 @@
 
 import pytest
 
+from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training.monitor import PHASES, STEPS, Stragglers
 
 
 @pytest.fixture
 def stragglers():
-    return Stragglers(["n0", "n0", "n1", "n1"])
+    return Stragglers(["n0", "n0", "n1", "n1"], Phases())
 
 
 def rows(slow: int, seconds: float, phase: str = "generation") -> list[list[float]]:

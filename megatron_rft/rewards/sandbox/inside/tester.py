@@ -257,10 +257,9 @@ class _Counted(ast.NodeTransformer):
             return ast.Pass()  # "assert True" tests nothing
         text = [ast.Constant(ast.unparse(node.test)), ast.Constant(self.places)]
         self.places += 1
-        compared = (
-            isinstance(node.test, ast.Compare) and len(node.test.ops) == 1 and isinstance(node.test.ops[0], ast.Eq)
-        )
-        parts = [node.test.left, node.test.comparators[0]] if compared else [node.test]
+        test = node.test
+        compared = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)
+        parts = [test.left, test.comparators[0]] if compared else [test]
         report = ast.Call(ast.Name("__equal__" if compared else "__check__", ast.Load()), [*parts, *text], [])
         failed = ast.Call(ast.Name("__failed__", ast.Load()), [ast.Name("__error__", ast.Load()), *text], [])
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "__error__", [ast.Expr(failed)])
