@@ -371,8 +371,9 @@ def knobs(m: MemoryPlan) -> Iterator[tuple[str, int]]:
         half = engines.share / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
     if recipe.megatron.recompute_granularity != "full":
-        given = {"granularity": "full", "method": "uniform", "num_layers": 1}
-        options = " ".join(f"megatron.recompute_{name}={value}" for name, value in given.items())
+        options = (
+            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+        )
         yield options, largest(megatron={"recompute_granularity": "full"})
     if recipe.model.precision == "fp32":
         yield "model.precision=bf16", largest(model={"precision": "bf16"})

@@ -210,8 +210,9 @@ class TrainingRun:
                 norms = models.part_norms(update, batch, counts, second)
         with self.phases("verification" if update.name == "verification" else "training"):
             metrics = models.step(update, batch, counts, second)
+        trained = Trained(step, update.name, mini_batch, batch, metrics)
         for observer in self.observers:
-            observer.trained(Trained(step, update.name, mini_batch, batch, metrics))
+            observer.trained(trained)
         return norms
 
     def evaluation_due(self, step: int) -> bool:
