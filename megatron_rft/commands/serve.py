@@ -129,10 +129,8 @@ def watch(servers: list[EngineServer], limit_s: float) -> None:
         time.sleep(1)
         lost = [server for server in servers if server.process.poll() is not None]
         for server in lost:
-            print(
-                f"a vLLM server ended with status {server.process.poll()} and is started again: {server.log}",
-                flush=True,
-            )
+            status = server.process.poll()
+            print(f"a vLLM server ended with status {status} and is started again: {server.log}", flush=True)
             server.run()
         for server in lost:
             server.wait(limit_s)

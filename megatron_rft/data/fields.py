@@ -48,9 +48,7 @@ def check_escapes(json_text: str, value: Any, place: object) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             half = ascii(text[error.start])[1:-1]
-            raise DataError(
-                f"{place}: its text has half of a character, {half} (a lone surrogate): remove it"
-            ) from None
+            raise DataError(f"{place}: its text has half of a character, {half} (lone surrogate): remove it") from None
 
 
 class Streamed(PurePosixPath):

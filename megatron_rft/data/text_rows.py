@@ -179,9 +179,7 @@ def _not_utf_8(text: str, at: int, file: File, line: int) -> DataError:
     start = text[:8].encode(errors="surrogateescape") if line == 1 else b""
     for mark, program in COMPRESSED.items():
         if start.startswith(mark):
-            return DataError(
-                f"{file}: it is not text but compressed by {program}: unpack it (or, by gzip, name it .gz)"
-            )
+            return DataError(f"{file}: it is not text but compressed by {program}: unpack it (gzip: or name it .gz)")
     little, big = start[1:2] == b"\0", start[:1] == b"\0"
     marked = start[:1] in (b"\xfe", b"\xff")
     guess = "UTF-16" if marked else "UTF-16LE" if little else "UTF-16BE" if big else "LATIN1"

@@ -88,12 +88,9 @@ class Episode:
         self.hear(turn.token_ids, turn.logprobs, turn.supports)
 
     def hear(self, ids: Sequence[int], logprobs: Sequence[float], supports: Sequence[tuple[int, ...]]) -> None:
-        so_far = self.response
-        self.set(
-            token_ids=(*so_far.token_ids, *ids),
-            logprobs=(*so_far.logprobs, *logprobs),
-            supports=(*so_far.supports, *supports),
-        )
+        had = self.response
+        heard = {"token_ids": (*had.token_ids, *ids), "logprobs": (*had.logprobs, *logprobs)}
+        self.set(**heard, supports=(*had.supports, *supports))
 
 
 @dataclass

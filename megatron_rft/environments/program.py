@@ -200,13 +200,9 @@ class ProgramEpisode:
     def _environment(self, url: str) -> dict[str, str]:
         """What the program finds: where to ask, and nothing of the run."""
         found = {name: os.environ[name] for name in KEPT if name in os.environ}
-        own = {
-            "HOME": self.folder / "home",
-            "TMPDIR": self.folder / "tmp",
-            "MEGATRON_RFT_ROW": self.folder / "row.json",
-        }
+        own = {"HOME": "home", "TMPDIR": "tmp", "MEGATRON_RFT_ROW": "row.json"}
         seed = request_seed(self.request.seed, self.sample, "environment") % 2**32
-        found |= {name: str(path) for name, path in own.items()}
+        found |= {name: str(self.folder / path) for name, path in own.items()}
         found |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
         found |= {"OPENAI_API_KEY": self.secret, "ANTHROPIC_API_KEY": self.secret}
         return found | {"MEGATRON_RFT_MODEL": MODEL, "PYTHONHASHSEED": "0", "MEGATRON_RFT_SEED": str(seed)}

@@ -115,6 +115,7 @@ class Group:
 
 
 Generate = Callable[[list[Request], Sampling], Iterator[Group]]
+EngineBuild = Callable[[torch.device | str], "Engine"]
 
 
 class EngineLost(RunFailed):

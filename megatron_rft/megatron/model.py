@@ -68,9 +68,7 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
     check_architecture(hf_config)
     expert_tensor = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
     if megatron.expert_model_parallel_size > 1 and expert_tensor > 1 and not torch.cuda.is_available():
-        raise ConfigError(
-            "without GPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)"
-        )
+        raise ConfigError("on CPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)")
     options = {
         **_host(bool(experts(hf_config))),
         **_architecture(hf_config),
@@ -385,8 +383,5 @@ class ValueHead(torch.nn.Linear):
 def output_weight(model: GPTModel) -> Tensor:
     """Return the output matrix [padded V / tp, H] of a last-stage chunk. Rows from the vocabulary size on are
     padding."""
-    return (
-        model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else model.output_layer.weight
-    )
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight

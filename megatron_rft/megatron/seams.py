@@ -35,10 +35,8 @@ class Seams:
 
     # ---- acts
 
-    def outputs(
-        self, compute: Callable[[], dict], names: frozenset[str], count: int, critic: bool
-    ) -> dict[str, Tensor]:
-        """Return what `compute` returns: [count] for each name."""
+    def outputs(self, compute: Callable[[], dict], names: frozenset[str], size: int, critic: bool) -> dict[str, Tensor]:
+        """Return what `compute` returns: [size] for each name."""
         return compute()
 
     def open_folder(self, path: str | Path, hf_config: Any) -> Callable[[str], Tensor]:

@@ -371,10 +371,8 @@ def knobs(m: MemoryPlan) -> Iterator[tuple[str, int]]:
         half = engines.share / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
     if recipe.megatron.recompute_granularity != "full":
-        options = (
-            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
-        )
-        yield options, largest(megatron={"recompute_granularity": "full"})
+        full = "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+        yield full, largest(megatron={"recompute_granularity": "full"})
     if recipe.model.precision == "fp32":
         yield "model.precision=bf16", largest(model={"precision": "bf16"})
     tokens, longest = batching.micro_batch_tokens // 2, recipe.data.max_prompt_tokens + rollout.max_response_tokens

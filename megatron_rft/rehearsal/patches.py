@@ -91,11 +91,9 @@ class ShapeSeams(Seams):
         alike = all(shape == shapes[0] for shape in shapes)  # if so, the order of virtual stages does not matter
         return shapes[0] if alike else shapes.pop(0)
 
-    def outputs(
-        self, compute: Callable[[], dict], names: frozenset[str], count: int, critic: bool
-    ) -> dict[str, Tensor]:
+    def outputs(self, compute: Callable[[], dict], names: frozenset[str], size: int, critic: bool) -> dict[str, Tensor]:
         if self.training_only:
-            return dict.fromkeys(names, torch.zeros(count))
+            return dict.fromkeys(names, torch.zeros(size))
         what = "critic's values" if critic else "log-probs of another model" if self.swapped else "log-probs"
         with self.ledger.during(what):
             return compute()

@@ -129,12 +129,8 @@ class Mismatch:
         del exact
         by_trainer = self.compare(f"engine fp32, trainer {self.trainer}", actor, batch)
         base = self.compare(f"as in the recipe: engine {self.engine}, trainer {self.trainer}", actor, given)
-        return measured | {
-            "by_engine": by_engine,
-            "by_trainer": by_trainer,
-            "base": base,
-            "floor": self._floor(actor, given),
-        }
+        measured |= {"by_engine": by_engine, "by_trainer": by_trainer, "base": base}
+        return measured | {"floor": self._floor(actor, given)}
 
     def _floor(self, actor: Actor, batch: Batch) -> float:
         """The trainer against itself, with one sequence in a micro-batch."""

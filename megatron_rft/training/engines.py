@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.trainers import CORRECT, ROUNDED
-from megatron_rft.inference.engine import Engine, EngineOptions
+from megatron_rft.inference.engine import Engine, EngineBuild, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.arguments import speculation
@@ -84,7 +83,7 @@ class EngineBuilder:
 
     def local(
         self, hf_config: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
-    ) -> Callable[[torch.device | str], Engine]:
+    ) -> EngineBuild:
         """A function that builds the engine of `rollout.engine` on a device. It can be pickled for another process.
 
         `arguments`: vLLM's, for the refiner. `gpu_share`: of the device's memory; None if no other process uses the

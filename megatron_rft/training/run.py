@@ -102,14 +102,12 @@ class TrainingRun:
 
     # ---- start
 
-    def _build_engine(
-        self, tokenizer: Any, stack: ExitStack, given: dict[str, list[Prompt]], keeps_episodes: bool
-    ) -> None:
+    def _build_engine(self, tokenizer: Any, stack: ExitStack, given: dict[str, list[Prompt]], keeps: bool) -> None:
         """Build what samples and grades: the engine, which plays the recipe's environment, and the reward."""
         recipe, engines = self.recipe, EngineBuilder(self.recipe)
         self.reward = stack.enter_context(closing(build_reward(recipe.reward)))
         engine, self.weights = engines.build_beside(list(self.models.trained.values()))
-        self.player = around(engine, engines, tokenizer, stack, self.weights if keeps_episodes else None)
+        self.player = around(engine, engines, tokenizer, stack, self.weights if keeps else None)
         graded = self.player, tokenizer, self.reward, recipe.run.seed
         sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, *graded)
         problems, driver = Problems(recipe.data, recipe.environment), self.player.driver()

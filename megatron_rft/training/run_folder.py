@@ -32,9 +32,7 @@ def claim_folder(recipe: Recipe) -> Path:
     elif mode == "must":
         raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
     elif folder.is_dir() and (others := sorted(p.name for p in folder.iterdir() if p.name not in BESIDE)):
-        raise ConfigError(
-            f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another folder"
-        )
+        raise ConfigError(f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder and read this file
     return folder

@@ -24,13 +24,20 @@ def attention(
     query [L, heads, T, d], key and value [L, kv heads, S, d], mask [L, 1, T, S] -> [L, T, heads, d]
     """
     rows, heads, length, _ = query.shape
-    if length > 1 or heads == key.shape[1] or options.get("position_bias") is not None:
+    shared: Shared | None = getattr(key, "shared", None)
+    if shared is None and (length > 1 or heads == key.shape[1] or options.get("position_bias") is not None):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.view(rows, key.shape[1], -1, query.shape[-1])
-    if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.device.type == "cpu":
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        scores = (grouped * scale) @ key.transpose(2, 3)  # [L, kv heads, heads of one, S]
-        out = scores.add_(attention_mask).softmax(-1) @ value  # in less time than sdpa, which reads few keys slowly
+    added = attention_mask is not None and attention_mask.is_floating_point()
+    if shared or (added and attention_mask.device.type == "cpu"):
+        grouped = grouped * (options.get("scaling") or query.shape[-1] ** -0.5)
+        scores = grouped @ key.mT  # [L, kv heads, heads of one, S]
+        if shared:
+            scores = torch.cat([shared.times(grouped, shared.keys.mT), scores], -1)
+        weights = scores.add_(attention_mask).softmax(-1)  # in less time than sdpa, which reads few keys slowly
+        out = weights[..., -key.shape[2] :] @ value
+        if shared:
+            out += shared.times(weights[..., : -key.shape[2]], shared.values)
         return out.view(rows, 1, heads, -1), None
     out = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
     return out.reshape(rows, 1, heads, -1), None
@@ -40,15 +47,49 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+class Shared:
+    """Keys and values of n prompts [n, kv heads, S, d], once for all rows that continue a prompt.
+
+    `own` [L]: the prompt of each row; the rows of a prompt follow each other.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, own: Tensor):
+        used, self.own, counts = own.unique(return_inverse=True, return_counts=True)
+        self.keys, self.values = (x if len(x) == len(used) else x[used] for x in (keys, values))
+        self.shape = len(used), int(counts.max())  # prompts, and places for rows of each
+        number = torch.arange(len(own), device=own.device) - (counts.cumsum(0) - counts)[self.own]  # of its prompt's
+        self.places = self.own * self.shape[1] + number
+
+    def times(self, of_rows: Tensor, of_prompts: Tensor) -> Tensor:
+        """[L, kv heads, heads of one, a] of each row times [n, kv heads, a, b] of its prompt: one product a prompt."""
+        full = len(self.places) == self.shape[0] * self.shape[1]
+        if not full:
+            empty = of_rows.new_zeros(self.shape[0] * self.shape[1], *of_rows.shape[1:])
+            of_rows = empty.index_copy_(0, self.places, of_rows)
+        product = of_rows.unflatten(0, self.shape).transpose(1, 2).flatten(2, 3) @ of_prompts
+        product = product.unflatten(2, (self.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return product if full else product[self.places]
+
+
 class InPlaceLayer(DynamicLayer):
-    """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions."""
+    """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions; after `share` of
+    what follows the prompts."""
 
     _room: tuple[Tensor, Tensor] | None = None
+    shared: Shared | None = None
+
+    def share(self, own: Tensor) -> None:
+        """Keep what there is once, and go on with a row for each of `own` [L], the prompt that it continues."""
+        self.shared, self._room = Shared(self.keys, self.values, own), None
+        self.keys, self.values = (x.new_empty(len(own), x.shape[1], 0, x.shape[3]) for x in (self.keys, self.values))
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() + (self.shared.keys.shape[2] if self.shared else 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
+        start = super().get_seq_length()
         end = start + key_states.shape[-2]
         if self._room is None or end > self._room[0].shape[-2]:
             new, old = (key_states, value_states), (self.keys, self.values)
@@ -59,11 +100,14 @@ class InPlaceLayer(DynamicLayer):
         for room, states in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, start:end] = states
         self.keys, self.values = (room[:, :, :end] for room in self._room)
+        self.keys.shared = self.shared  # for `attention`
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self._room = None
+        if self.shared:
+            self.shared = Shared(self.shared.keys, self.shared.values, self.shared.own[beam_idx])
 
 
 def takes_bias(config: Any, dtype: torch.dtype) -> bool:

@@ -1,8 +1,9 @@
 """The decode loop of the hf engine, on the forward pass and the cache of transformers.
 
-Responses are decoded in waves. A wave computes its prompts once, padded on the left to the same length, and gives each
-response a copy of its prompt's keys, values and states; then each response gets one token per step until it ends. Rows
-that have ended are computed until they are an eighth of the wave: to leave one out, the whole cache is copied.
+Responses are decoded in waves. A wave computes its prompts once, padded on the left to the same length. In fp32 on a
+CPU the responses of a prompt share its keys and values, elsewhere each gets a copy. Then each response gets one token
+per step until it ends. Rows that have ended are computed until they are an eighth of the wave: to leave one out, the
+whole cache is copied.
 """
 
 import hashlib
@@ -179,7 +180,12 @@ class Decoder:
                 for row, place in zip(rows, own, strict=True):
                     row.experts.append(experts[place, real[place]].numpy(force=True))
         index = torch.tensor(own, device=ids.device)
-        cache.reorder_cache(index)
+        latent = hasattr(self.engine.model.config, "kv_lora_rank")  # what is cached are no keys
+        if self.engine.takes_bias and not latent and len(own) > len(ids):
+            for layer in cache.layers:
+                layer.share(index)
+        else:
+            cache.reorder_cache(index)
         return logits[index], mask[index], later[index], cache
 
     def _logits(

@@ -4,7 +4,7 @@ It supports the families of `families`: the logits of others may not be the outp
 The model's own forward computes everything.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from megatron_rft.families.tables import family_of
 from megatron_rft.families.towers import never_sampled, sees
 from megatron_rft.inference.engine import (
     Engine,
+    EngineBuild,
     EngineOptions,
     Group,
     Request,
@@ -35,9 +36,7 @@ from megatron_rft.utils.errors import DataError, RunFailed
 EXPERT_BIAS = "e_score_correction_bias"  # how the names of such buffers end
 
 
-def builder(
-    config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions
-) -> Callable[[torch.device | str], Engine]:
+def builder(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions) -> EngineBuild:
     return partial(HFEngine, config, dtype, max_batch_sequences=options.max_batch_sequences)
 
 
@@ -65,8 +64,8 @@ class HFEngine(Engine):
         self.routes = Routes(self.model)
         self.weight_version = -1
         self.config, self.never = config, never_sampled(config)
-        on_cpu = self.device.type == "cpu" and not self.never
-        self.takes_bias = on_cpu and attention.takes_bias(model.config, dtype)
+        ours = self.device.type == "cpu" and not self.never and model.config._attn_implementation == attention.NAME
+        self.takes_bias = ours and attention.takes_bias(model.config, dtype)
         self.targets = hf_views(self.model, config)
         shapes = {name: target.shape for name, target in self.targets.items()}
         self.validator = WeightValidator(shapes, config.model_type)

@@ -7,7 +7,7 @@ with a seed that depends on (request seed, sample); vLLM's prefix cache computes
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_rft.families.towers import TOWER, never_sampled
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
 from megatron_rft.inference.engine import (
     Engine,
+    EngineBuild,
     EngineOptions,
     Group,
     Request,
@@ -55,9 +56,7 @@ PARTS = ("weights", "kv_cache")  # vLLM's names of what sleeps
 STEPPING = Lock()  # only one engine of this process runs a step at a time
 
 
-def builder(
-    config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions
-) -> Callable[[torch.device | str], Engine]:
+def builder(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions) -> EngineBuild:
     return partial(VLLMEngine, config, dtype, **vars(options))
 
 

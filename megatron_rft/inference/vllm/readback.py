@@ -147,11 +147,9 @@ def published(model: nn.Module, path: str) -> str:
     if not sees(config):
         return path
     family, path = family_of(config), path.removeprefix("language_model.")
-    return (
-        path.replace("visual.", family.tower, 1)
-        if path.startswith("visual.")
-        else path.replace("model.", family.prefix, 1)
-    )
+    if path.startswith("visual."):
+        return path.replace("visual.", family.tower, 1)
+    return path.replace("model.", family.prefix, 1)
 
 
 def layer_hf_names(model: nn.Module, path: str, layer: nn.Module) -> list[str]:

@@ -138,11 +138,5 @@ class PIPO(Plugin):
         batch = previous.with_tokens(advantages=attributions if phi > 0 else -attributions)
         batch = batch.with_sequences(no_gradient=zero_sequences(attributions, batch))
         moments = "own" if self.options.optimizer_state == "shared" else "verification"
-        return Update(
-            "verification",
-            batch,
-            self.surrogate,
-            learning_rate=self.options.learning_rate,
-            moments=moments,
-            scale=abs(phi),
-        )
+        rate = self.options.learning_rate
+        return Update("verification", batch, self.surrogate, learning_rate=rate, moments=moments, scale=abs(phi))

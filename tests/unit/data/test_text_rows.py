@@ -64,7 +64,7 @@ def test_what_is_read(tmp_path, name, data, rows):
         (
             "a.jsonl",
             gzip.compress(GOOD, mtime=0),
-            r"a\.jsonl: it is not text but compressed by gzip: unpack it \(or, by gzip, name it \.gz\)",
+            r"a\.jsonl: it is not text but compressed by gzip: unpack it \(gzip: or name it \.gz\)",
         ),
         ("a.json", lzma.compress(GOOD), r"a\.json: it is not text but compressed by xz"),
         ("a.csv", bz2.compress(GOOD * 9), r"a\.csv: it is not text but compressed by bzip2"),

@@ -337,9 +337,8 @@ def same(got: Any, expected: Any) -> bool:
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
-        return got == expected or (
-            isinstance(expected, float) and math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9)
-        )
+        close = isinstance(expected, float) and math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9)
+        return got == expected or close
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):

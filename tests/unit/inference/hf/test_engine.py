@@ -61,11 +61,13 @@ def test_logprobs_are_those_of_a_full_forward_pass(family, monkeypatch):
 
 
 def test_one_bias_for_all_layers_gives_what_transformers_masks_give(engine, monkeypatch):
-    given, sampling = some_requests(5), Sampling(max_tokens=12)
+    given, sampling, rows, share = some_requests(5), Sampling(max_tokens=12), [], attention.InPlaceLayer.share
+    monkeypatch.setattr(attention.InPlaceLayer, "share", lambda self, own: (rows.append(len(own)), share(self, own)))
     ours = answers(engine, given, sampling)
-    assert attention.takes_bias(engine.model.config, engine.dtype)
+    assert rows == [3 * 5] * engine.model.config.num_hidden_layers, "the rows of a prompt share its keys"
+    assert engine.takes_bias
     monkeypatch.setattr(attention, "takes_bias", lambda *_: False)
-    for id, theirs in answers(engine, given, sampling).items():
+    for id, theirs in answers(build_engine(engine.model), given, sampling).items():
         for one, other in zip(ours[id], theirs, strict=True):
             assert one.token_ids == other.token_ids and np.allclose(one.logprobs, other.logprobs, atol=1e-5)
 
