@@ -193,7 +193,6 @@ def assert_same_verification(run: Path, other: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
     """The pending batch is in the checkpoint, with the engine's experts for it and for PIPO's previous batch. The
     weights that sample a batch do not depend on timing."""

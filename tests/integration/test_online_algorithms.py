@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.tiny import metrics, train, write_recipe
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 PIPO = {"window": 2, "learning_rate": 1e-2}
 CLOSED = {
     "ppo": {
@@ -58,7 +58,7 @@ def recipe_of(folder, sections):
     return path
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("name", [each if each == "sdpo" else pytest.param(each, marks=slow) for each in CLOSED])
 def test_killed_and_resumed_it_is_the_same_run(name, tmp_path):
     recipe = recipe_of(tmp_path, CLOSED[name])
     status, output = train(recipe)
@@ -78,6 +78,7 @@ TRUNCATED = {"top_k": 3, "top_p": 0.6, "min_p": 0.05}
 ADAPTED = {"gspo", "dapo", *OTHERS}  # test_lora.py trains adapters with the others
 
 
+@slow
 @pytest.mark.parametrize("name", CLOSED | OTHERS)
 def test_truncated_sampling_is_replayed_exactly(name, tmp_path):
     """fp32 on both sides: what the engine and the trainer compute over the engine's supports differs by rounding. Over
@@ -103,6 +104,7 @@ NEVER_VERIFIED = {
 }
 
 
+@slow
 @pytest.mark.parametrize("name", NEVER_VERIFIED)
 def test_a_window_that_never_verifies_gives_the_bases_run(name, tmp_path):
     """Bit for bit, with the trainer's and the engine's log-probs as the ratio's denominator. Responses come from older
@@ -124,6 +126,7 @@ def test_a_window_that_never_verifies_gives_the_bases_run(name, tmp_path):
         assert any(line.get("policy/ratio_mean", 1.0) != 1.0 for line in lines), "on-policy: this proves little"
 
 
+@slow
 def test_responses_without_a_gradient_are_left_out(tmp_path):
     """Same weights, to rounding, as with all responses computed; two ranks, a policy and a verification step."""
     sections = {"algorithm": {"name": "grpo", "kl_coefficient": 0.0}, "pipo": PIPO}
@@ -146,6 +149,7 @@ def test_responses_without_a_gradient_are_left_out(tmp_path):
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 
 
+@slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_cheap_variants_run(name, tmp_path):
     status, output = train(recipe_of(tmp_path, OTHERS[name]), "run.steps=3")
@@ -153,6 +157,7 @@ def test_the_cheap_variants_run(name, tmp_path):
     assert all(line["policy/grad_norm"] >= 0 for line in metrics(tmp_path / "run")[1:])
 
 
+@slow
 def test_a_step_says_when_its_groups_run_out(tmp_path):
     """Here one round does not give DAPO four groups with unequal rewards."""
     sections = CLOSED["dapo"] | {"algorithm": {"name": "dapo", "max_rounds": 1}}

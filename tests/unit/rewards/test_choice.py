@@ -34,6 +34,7 @@ from megatron_rft.rewards.choice import ChoiceReward, FormatReward, chosen
         ("C. Paris is the capital.", "C"),
         ("E = mc^2", None),
         ("<think>A</think>\nC", "C"),
+        ("<think>The answer is A.</think>\nI do not know.", None),
         ("答案是 C", "C"),
         ("Answer: A B C D", None),
         ("Answer: A. B. C. D.", None),

@@ -157,6 +157,12 @@ def test_large_numbers_take_no_time(reference, answer, correct):
     assert judge(reference, answer) is correct and time.thread_time() - started < 1
 
 
+def test_an_answer_may_be_as_long_as_its_reference(reward):
+    digits = "7" * 1200
+    right, wrong = reward(prompts(digits, "7"), [rf"\boxed{{{digits}}}"] * 2)
+    assert right.reward == 1 and "1200 characters" in wrong.reason
+
+
 LONG = "+".join(rf"\sin(\cos({k}x))\tan({k}x)" for k in range(40))
 
 
