@@ -51,6 +51,9 @@ CASES = [
     ("1.6e-19", r"\boxed{1.6 \cdot 10^{-18}}", 0),  # as good as 0 to six decimals
     ("0.00033333", r"\boxed{\frac{1}{3000}}", 1),
     ("7", "", 0),
+    (r"\frac{2}{3}", r"\boxed{\frac{2}{3} = 0.67}", 1),  # a rounding of it
+    ("2.5", r"\boxed{x = 2.4999 = 2.5}", 1),
+    ("17", r"\boxed{x = 18 = 17}", 0),
 ]
 
 
