@@ -196,7 +196,7 @@ def call(checks: dict[str, tuple], results: Path, limit: float, packages: Path, 
 def unpack(packages: Path, site: Path) -> dict[str, str]:
     """Unpack the packages that were carried, if there are some. Returns the environment of the checks."""
     if packages.exists():
-        shutil.unpack_archive(packages, site, filter="data")
+        shutil.unpack_archive(packages, site)
         for each in (site, ROOT / "megatron_rft", ROOT / "tools"):
             compileall.compile_dir(each, quiet=2, workers=0)
     sys.path.insert(0, str(site))  # where `versions` looks

@@ -52,6 +52,7 @@ def load(module: ModuleType | None) -> ModuleType | None:
     """Run the code of a late module, after that of its package."""
     if isinstance(module, LateModule):
         load(sys.modules.get(module.__name__.rpartition(".")[0]))
+    if isinstance(module, LateModule):  # its package may have loaded it
         module.__class__ = ModuleType
         module.__spec__.loader = module.__loader__ = module.__spec__.loader_state
         module.__loader__.exec_module(module)

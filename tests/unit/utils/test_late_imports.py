@@ -70,3 +70,25 @@ def test_what_transformers_reads_once_is_the_same():
     lean, plain = (subprocess.check_output([sys.executable, "-c", TABLES, how]) for how in ("lean", "plain"))
     assert json.loads(lean) == json.loads(plain)
     assert len(json.loads(lean)[0]) > 1000
+
+
+ONCE = """
+import builtins, sys
+from pathlib import Path
+from megatron_rft.utils.late_imports import LATE, lean_import
+package = Path(sys.argv[1], "package_of_two")
+package.mkdir()
+(package / "__init__.py").write_text("from package_of_two.part import name")
+(package / "part.py").write_text("import builtins; builtins.runs.append(1); name = 'here'")
+LATE.update({"package_of_two": {}, "package_of_two.part": {}})
+builtins.runs = []
+lean_import("json")
+sys.path.insert(0, sys.argv[1])
+import package_of_two.part
+assert not builtins.runs
+assert sys.modules["package_of_two.part"].name == "here" and builtins.runs == [1]
+"""
+
+
+def test_a_module_that_its_package_imports_runs_once(tmp_path):
+    subprocess.check_call([sys.executable, "-c", ONCE, str(tmp_path)])
