@@ -220,7 +220,7 @@ def test_a_program_that_does_not_repeat_itself_is_named_and_leaves_the_run_valid
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
     named = r"environment .*: problem \d+, answer \d: the program does not repeat itself: before .* call [34] was"
     notes = [line["note"] for line in read_json_lines(tmp_path / "run" / NOTES_FILE)]
-    assert len(re.findall(named, output)) == 1 == sum(bool(re.match(named, note)) for note in notes)
+    assert len(re.findall(named, output)) == 1 == sum(bool(re.match(named, note)) for note in notes), output[-3000:]
 
 
 def test_the_check_names_a_program_that_does_not_repeat_itself(tmp_path):

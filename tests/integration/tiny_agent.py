@@ -2,6 +2,7 @@
 
 A conversation of two turns, two sub-agents in parallel, and a compacted history: five turns in four segments. With
 `time` it does not repeat itself. It appends its seed to the file PLAYS, and then takes its time before its last turn.
+What differs is the time, or with PLAYS, for sure, how often its seed is there.
 """
 
 import json
@@ -25,11 +26,11 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def play(question: str) -> list[str]:
+def play(question: str, begun: int) -> list[str]:
     messages = [user(question)]
     for said in "01":
         messages += [ask(messages), user(said)]
-    first = f"{time.time_ns() >> 10 & 255:08b}" if "time" in sys.argv else "2"
+    first = f"{begun & 255:08b}" if "time" in sys.argv else "2"
     with ThreadPoolExecutor(2) as threads:
         others = list(threads.map(ask, [[user(first)], [user("3")]]))
     time.sleep(0.2 if sys.argv[1:] else 0.0)
@@ -44,8 +45,11 @@ def grade(row: dict, folder: Path, status: int, conversation: list[dict]) -> flo
 
 
 if __name__ == "__main__":
+    begun = time.time_ns() >> 10
     if sys.argv[1:] and sys.argv[-1] != "time":
-        with open(sys.argv[-1], "a") as plays:
+        with open(sys.argv[-1], "a+") as plays:
             plays.write(os.environ["MEGATRON_RFT_SEED"] + "\n")
+            plays.seek(0)
+            begun = plays.read().split().count(os.environ["MEGATRON_RFT_SEED"])
     row = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
-    Path("answers.json").write_text(json.dumps(play(row["question"])))
+    Path("answers.json").write_text(json.dumps(play(row["question"], begun)))
