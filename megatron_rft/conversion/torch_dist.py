@@ -38,7 +38,7 @@ METADATA, CONFIG = ".metadata", "metadata.json"
 MODEL = ("embedding.", "decoder.", "output_layer.", TOWER)
 FIRST = "embedding.word_embeddings.weight"
 # Transformer Engine fuses a norm into the linear layer after it; megatron-core stores the norm under that layer's name.
-FUSED = {"input_layernorm.": "self_attention.linear_qkv.", "pre_mlp_layernorm.": "mlp.linear_fc1."}
+INTO = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ def locations(name: str, layers: int, experts: int) -> Iterator[Location]:
         return
     number, expert, part = in_layer.groups()
     part, index, outer = (f"mlp.experts.experts.{part}", (int(expert),), (experts,)) if expert else (part, (), ())
-    fused = next(
-        (part.replace(norm, f"{key}layer_norm_") for norm, key in FUSED.items() if part.startswith(norm)), None
-    )
+    fused = next((part.replace(norm, key) for norm, key in INTO.items() if part.startswith(norm)), None)
     for key in filter(None, (fused, part)):
         yield Location(f"decoder.layers.{key}", (int(number), *index), (layers, *outer))
         yield Location(f"decoder.layers.{number}.{key}", index, outer)

@@ -89,8 +89,8 @@ class Episode:
 
     def hear(self, ids: Sequence[int], logprobs: Sequence[float], supports: Sequence[tuple[int, ...]]) -> None:
         had = self.response
-        heard = {"token_ids": (*had.token_ids, *ids), "logprobs": (*had.logprobs, *logprobs)}
-        self.set(**heard, supports=(*had.supports, *supports))
+        tokens, scores = (*had.token_ids, *ids), (*had.logprobs, *logprobs)
+        self.set(token_ids=tokens, logprobs=scores, supports=(*had.supports, *supports))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 COUNTERS = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
-NAMES = PASSES, PROPOSED, ACCEPTED = tuple(f"speculation/{what}" for what in ("passes", "proposed", "accepted"))
+PASSES, PROPOSED, ACCEPTED = (f"speculation/{what}" for what in ("passes", "proposed", "accepted"))
 
 
 class Acceptance:
@@ -27,11 +27,11 @@ def metrics(passes: float, proposed: float, accepted: float) -> dict[str, float]
     """Return the metrics for `passes` of the model over drafts with `proposed` and `accepted` draft tokens."""
     if not passes:
         return {}
-    found = dict(zip(NAMES, (passes, proposed, accepted), strict=True))
+    found = {PASSES: passes, PROPOSED: proposed, ACCEPTED: accepted}
     return found | {"speculation/tokens_per_step": 1 + accepted / passes}
 
 
 def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the sum of the metrics of several engines or rounds."""
     parts = [part for part in parts if part]
-    return metrics(*(sum(part[name] for part in parts) for name in NAMES))
+    return metrics(*(sum(part[name] for part in parts) for name in (PASSES, PROPOSED, ACCEPTED)))

@@ -72,8 +72,8 @@ class Shared:
 
 
 class InPlaceLayer(DynamicLayer):
-    """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions; after `share` of
-    what follows the prompts."""
+    """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions. After `share` these
+    are of what follows the prompts; `get_seq_length` counts both."""
 
     _room: tuple[Tensor, Tensor] | None = None
     shared: Shared | None = None
