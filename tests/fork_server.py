@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -41,10 +42,17 @@ NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's je
 IMPORTED = (
     "megatron_rft.commands.main",
     "megatron_rft.training.generate",
-    "megatron_rft.training",
+    "megatron_rft.training.online",
+    "megatron_rft.training.offline",
+    "megatron_rft.objectives.grpo",
+    "megatron_rft.data.stream",
+    "megatron_rft.commands.train",
+    "megatron_rft.environments.worker",
     "megatron_rft.inference.hf.engine",
     "megatron_rft.rewards.math",
     "mpmath",
+    "numpy.ctypeslib",
+    "torch.utils.serialization.config",
     "matplotlib.pyplot",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
@@ -66,6 +74,7 @@ VLLM_SERVERS = (API_SERVER, "megatron_rft.inference.vllm.seeing_server")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_NAME = 15  # linux/prctl.h
 MAXIMUM_REQUEST = 1 << 20  # bytes
+MADV_COLLAPSE = 25  # linux/mman.h
 ENGINE = [sys.executable, "-m", "megatron_rft.inference.process_worker"]
 
 
@@ -103,7 +112,7 @@ class ForkedEngine(Forked):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         if list(args[:3]) == list(ENDING) and list(args[4:7]) == ENGINE:
             asked = request(args[4:], env, cwd) | {"parent": int(args[3]), "inherited": list(pass_fds)}
-            return self._forked(self.engines or server(), rest[3:9], asked, pass_fds)
+            return self._forked(self.engines or server(()), rest[3:9], asked, pass_fds)
         if list(args[:4]) == list(REAPER) and args[7:8] == ["-c"] and args[9] in VLLM_SERVERS:
             asked = request(args[6:], env, cwd) | {"parent": int(args[5]), "remove": args[4]}
             return self._forked(self.engines or server(VLLM), rest[3:9], asked, pass_fds)
@@ -171,8 +180,8 @@ class Server:
 
 
 @cache
-def server(more: tuple[str, ...] = ()) -> Server:
-    """The server of this process, ready, or that which imports `more`."""
+def server(more: tuple[str, ...]) -> Server:
+    """The server of this process that imports `more`."""
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
         command = [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid()), *more]
@@ -335,6 +344,19 @@ def import_all(more: list[str]) -> None:
     for name in more:
         import_module(name)
     del sys.modules["flashinfer"]
+    for each in weakref.finalize._registry:  # at its end a process would take torch's operators apart, one by one
+        each.atexit = bool(each.atexit and (alive := each.peek()) and alive[1].__module__ != "torch.library")
+
+
+def use_huge_pages() -> None:
+    """Have the kernel (6.1 or later; others refuse) join this process's memory into pages of 2 MiB: a fork copies the
+    table of its pages, which is most of what a fork costs."""
+    advise, page = ctypes.CDLL(None).madvise, 1 << 21
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        begin, end = (int(each, 16) // page * page for each in addresses.split("-"))
+        if access == "rw-p" and inode == "0" and end > begin + page:
+            advise(ctypes.c_void_p(begin + page), ctypes.c_size_t(end - begin - page), MADV_COLLAPSE)
 
 
 def main() -> None:
@@ -342,6 +364,7 @@ def main() -> None:
     die_with(int(parent))
     import_all(more)
     gc.enable(), gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
+    use_huge_pages()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one, and the locks of the others"
     serve(socket.socket(fileno=int(descriptor)))

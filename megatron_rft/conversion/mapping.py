@@ -97,8 +97,7 @@ class Mapping:
 
     def stacked_expert(self, name: str) -> int | None:
         """The number of the expert whose tensor `name` is a slice of one HF tensor of all experts; else None."""
-        expert = expert_of(name)
-        return None if any("{e}" in target for target in self.layer.values()) else expert
+        return None if any("{e}" in target for target in self.layer.values()) else expert_of(name)
 
     def merge(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group.

@@ -13,16 +13,17 @@ The writer also computes the digests of its shards.
 
 import errno
 import functools
-import gc
 import json
-import multiprocessing
+import multiprocessing.dummy
 import os
+import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.managers import SyncManager
 from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class Checkpointer:
             optimizer_shards.gather_nothing(actor.optimizer.megatron)
         self.queue = AsyncCallsQueue(persistent=False)
         self.failed = self.saving = False
-        start_results_queue()
+        prepare_writer()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
         self.partial = f".{attempt[0]}{PARTIAL}"  # unique, because the writer of a killed start may still be running
@@ -271,7 +272,6 @@ def _write(
     """Runs in the forked writer: the rank's own part of the optimizer's state, megatron's function, and then the
     digests of what they have written."""
     die_with(parent)
-    os.register_at_fork(after_in_child=lambda: die_with(os.getppid()))  # megatron-core writes in several processes
     with suppress(Exception):  # `_publish` sees that the file is missing
         own()
     if write:
@@ -280,22 +280,30 @@ def _write(
         checkpoint_files.write_own_digests(folder, rank)
 
 
-def start_results_queue() -> None:
-    """Give megatron's writer a queue whose process ends with this one. Megatron's default starts a new interpreter,
-    which takes seconds, dies of a stop signal to the group, and never ends if this process is killed.
+class Results:
+    """The queue of megatron's writer, for one result at a time: a file in memory, which a forked writer shares.
 
-    Call it before there are models: the forked process keeps a copy of all memory that this one changes afterwards.
+    Megatron's own is a process with a new interpreter, which takes seconds and never ends if this process is killed.
     """
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        with without_stop_signals():
-            manager.start(_begin_manager, (os.getpid(),))
-        filesystem_async._results_queue = manager.Queue()
-        filesystem_async._results_queue._keep = manager  # the manager ends with the last reference
+
+    def __init__(self) -> None:
+        self.file = os.fdopen(os.memfd_create("results"), "r+b", buffering=0)
+
+    def put(self, results: object) -> None:
+        pickle.dump(results, self.file)
+
+    def get_nowait(self) -> object:
+        """The result. Raises Empty if the writer ended without one."""
+        self.file.seek(0)
+        try:
+            return pickle.load(self.file)
+        except (EOFError, pickle.UnpicklingError):
+            raise Empty from None
+        finally:
+            self.file.seek(0), self.file.truncate()
 
 
-def _begin_manager(parent: int) -> None:
-    """Disable garbage collection in the forked manager: it would run destructors of process groups whose threads exist
-    only in the trainer, and crash."""
-    gc.disable()
-    die_with(parent)
+def prepare_writer() -> None:
+    """Have megatron's writer use threads, where it forks a process for each file, and `Results`."""
+    filesystem_async.mp = SimpleNamespace(get_context=lambda _method: multiprocessing.dummy)
+    filesystem_async._results_queue = filesystem_async._results_queue or Results()

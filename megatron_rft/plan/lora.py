@@ -76,8 +76,7 @@ def _layer(parts: tuple[Part, ...], options: Lora, tp: int) -> Iterator[Paramete
     """a and b of each weight, in the model's order: they are cut as the weight is."""
     for part in adapted(parts, options):
         rows, columns = part.shape
-        sizes = {"a": len(part.hf_names) * options.rank * columns, "b": rows * options.rank}
-        for name, size in sizes.items():
+        for name, size in {"a": len(part.hf_names) * options.rank * columns, "b": rows * options.rank}.items():
             cut = partition_dim(f"{part.name.removesuffix('.weight')}.adapter.{name}") is not None
             yield Parameter(size // tp if cut else size)
 

@@ -33,8 +33,7 @@ def micro_batch(prompt: int, longest: int, fraction: float, budget: int, group: 
     lengths, room = spread * mean, room - count // sharing * prompt
     for _ in range(8):  # a cut response leaves room for the others
         lengths = (lengths * (room / lengths.sum())).clamp(1, longest)
-    lengths = lengths.floor()
-    return Shape(prompt, tuple(int(length) for length in lengths), sharing)
+    return Shape(prompt, tuple(int(length) for length in lengths.floor()), sharing)
 
 
 def batch_of(shape: Shape, count: int, group: int) -> Batch:
@@ -73,8 +72,7 @@ def with_images(batch: Batch, token: int, count: int) -> Batch:
 
 def with_contexts(batch: Batch, more: int) -> Batch:
     """Add contexts to the batch: each prompt with `more` tokens of feedback."""
-    lens = batch.prompt_lens + more
-    return _beside(batch, "context", lens)
+    return _beside(batch, "context", batch.prompt_lens + more)
 
 
 def with_refined(batch: Batch, every: int = 2) -> Batch:

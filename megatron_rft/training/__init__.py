@@ -5,7 +5,6 @@ from importlib import import_module
 
 from megatron_rft.config import Recipe
 from megatron_rft.megatron import parallel
-from megatron_rft.megatron.checkpoint import start_results_queue
 from megatron_rft.training.run_folder import claim_folder
 
 
@@ -20,7 +19,6 @@ def train(recipe: Recipe) -> int:
     module = import_module(f"megatron_rft.training.{name}")  # stores of trajectories need pyarrow, the others do not
     if recipe.trainer == "generate":  # its workers form no process group
         return module.run(recipe)
-    start_results_queue()  # forks a process: before large memory is allocated
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)
     try:
         parallel.on_main(partial(claim_folder, recipe))

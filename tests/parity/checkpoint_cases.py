@@ -21,7 +21,7 @@ from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.checkpoint import start_results_queue
+from megatron_rft.megatron.checkpoint import prepare_writer
 from tests.families import FAMILIES as TEXT
 from tests.families import SEEING
 from tests.parity.hf_cases import FAMILIES, own_tensors, section
@@ -78,7 +78,7 @@ def case(hf_config, layout, folder, expected):
 def main():
     folder = Path(sys.argv[1])
     parallel.initialize(section())
-    start_results_queue()
+    prepare_writer()
     for family, hf_config in (FAMILIES | NEW).items():
         for tied in (True, False):
             if family in NEW and tied:

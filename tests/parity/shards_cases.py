@@ -16,7 +16,7 @@ import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Batching
 from megatron_rft.megatron import optimizer_shards, parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.checkpoint import Checkpointer, start_results_queue
+from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import damage, latest
@@ -69,7 +69,6 @@ def read(config, folder: Path, gathers: bool, **layout) -> list[torch.Tensor]:
 def main():
     folder = Path(sys.argv[1])
     parallel.initialize(section())
-    start_results_queue()
     for family, layouts in LAYOUTS.items():
         config = FAMILIES[family]
         first = trained(config, **layouts[0])

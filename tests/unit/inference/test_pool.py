@@ -84,7 +84,7 @@ def test_several_threads_share_an_engine_process(model, engine, tmp_path):
 @pytest.fixture
 def forked(monkeypatch):
     """Engine processes start in half a second; the test above starts a new interpreter."""
-    server()  # a child of this process as well: tests count theirs
+    server(())  # a child of this process as well: tests count theirs
     monkeypatch.setattr(subprocess, "Popen", ForkedEngine)
 
 
