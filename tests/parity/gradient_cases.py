@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -360,6 +361,11 @@ def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Te
     )
 
 
+@cache
+def read(reference: Path) -> tuple[dict[str, dict], dict[str, dict[str, float]]]:
+    return torch.load(reference)
+
+
 def main() -> None:
     path, *cases = sys.argv[1:]
     for text in cases:
@@ -368,7 +374,8 @@ def main() -> None:
         reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}.{case.get('masked', 0)}")
         if "write" in case:
             torch.save((found, logged), reference)
-        wanted, wanted_logged = torch.load(reference)
+        wanted, wanted_logged = read(reference)
+        wanted_logged = dict(wanted_logged)
         for name in wanted:
             worst = max(
                 ((found[name][n] - wanted[name][n]).abs().max() / (wanted[name][n].abs().max() + 1e-12)).item()
