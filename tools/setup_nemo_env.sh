@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 stamp=.venv-nemo/installed
 cmp -s launch/nemo.lock "$stamp" && exit 0
-exec 9>.setup.lock
+exec 9>.setup-nemo.lock
 flock 9 2>/dev/null || true # two scripts at once must not install at once
 cmp -s launch/nemo.lock "$stamp" && exit 0
 echo "installing NeMo-Run into .venv-nemo (once; a minute)"

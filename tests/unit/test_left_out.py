@@ -23,20 +23,18 @@ def test_a_changed_objective_names_the_gradient_tests():
     ]
 
 
-def test_the_rest_is_what_is_slow_and_what_was_skipped(tmp_path):
-    """A test and a file that are skipped; with workers both the workers and the first process write. The second part
-    runs them, with the slow ones, and nothing else."""
+def test_each_part_is_what_it_says(tmp_path):
+    """With workers both the workers and the first process write what is skipped: a test, and a file. The other parts
+    import no file without tests of theirs."""
     (tmp_path / "test_one.py").write_text(
         "import pytest\ndef test_a(): pytest.skip('no Slurm here')\ndef test_b(): pass\n"
-        "@pytest.mark.slow\ndef test_c(): pass\n"
+        "@pytest.mark.slow\ndef test_c(): pass\n@pytest.mark.slow\n@pytest.mark.alone\ndef test_d(): pass\n"
     )
-    (tmp_path / "test_two.py").write_text(
-        "import os, pytest\nif 'REST_OF_TESTS' not in os.environ: pytest.skip('no mkdocs', allow_module_level=True)\n"
-        "def test_d(): pass\n"
-    )
+    skip = "import pytest\npytest.skip('no mkdocs', allow_module_level=True)\n"
+    (tmp_path / "test_two.py").write_text(skip)
     hooks = "pytest_collection_modifyitems, pytest_collectreport, pytest_ignore_collect, pytest_runtest_logreport"
     (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: for this test\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: for this test\n    alone: for this test\n")
     skipped = tmp_path / "skipped"
 
     def run(*arguments: str, **variables: str) -> str:
@@ -48,8 +46,10 @@ def test_the_rest_is_what_is_slow_and_what_was_skipped(tmp_path):
     assert "1 passed, 2 skipped" in run("-m", "not slow", SKIPPED_TESTS=str(skipped))
     assert set(skipped.read_text().splitlines()) == {"test_one.py::test_a\tno Slurm here", "test_two.py\tno mkdocs"}
     assert set(left_out.skips(skipped)) == {"skipped: 1 x no Slurm here", "skipped: 1 x no mkdocs"}
-    rest = run(REST_OF_TESTS=str(skipped))
-    assert "2 passed, 1 skipped" in rest and "test_b" not in rest and "test_d" in rest and "test_c" in rest
+    (tmp_path / "test_two.py").write_text("raise AssertionError('imported')\n")
+    for part, test in (("slow and not alone", "test_c"), ("alone", "test_d")):
+        found = run("-m", part)
+        assert f"test_one.py::{test}" in found and "1 passed" in found and "skipped" not in found
 
 
 def test_the_workflow_and_the_hooks_use_what_the_project_uses():
