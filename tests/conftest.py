@@ -40,9 +40,9 @@ TOGETHER = ("tests/slurm", "tests/unit/inference/vllm")  # in one worker
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file that has nothing of what `bash tests/run.sh all` asks for: half of the time of a collection."""
-    mark = {"slow and not alone": "mark.slow", "alone": "mark.alone"}.get(config.option.markexpr)
-    return True if mark and collection_path.suffix == ".py" and mark not in collection_path.read_text() else None
+    """Import only files with such tests for the part of `bash tests/run.sh all` that runs alone."""
+    alone = config.option.markexpr == "alone" and collection_path.suffix == ".py"
+    return True if alone and "mark.alone" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

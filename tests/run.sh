@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # Sets up the environment, from nothing, checks the style and runs the tests with pytest.
 #
-#     bash tests/run.sh                       the fast tests: 15 to 20 minutes on two idle cores, with the installation
-#     bash tests/run.sh all                   then the rest, each test once: about 50 minutes together
-#     bash tests/run.sh all tests/slurm       both parts of what the arguments for pytest choose
+#     bash tests/run.sh                       the fast tests: ten minutes on two idle cores, with the installation
+#     bash tests/run.sh all                   these and the slow ones, each once: half an hour
+#     bash tests/run.sh all tests/slurm       the same of what the arguments for pytest choose
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest; nothing more is installed
 #
-# The rest is what is marked slow. Slurm, NeMo-Run and MkDocs, which a few fast tests need, are installed only for `all`.
-# Three workers: one of them mostly waits. The workers of a vLLM engine over several devices wait by spinning, beside
-# which the others would take three times as long: these tests come last, alone. `-n 0` as last argument runs all in one
-# process.
+# Slurm, NeMo-Run and MkDocs, which a few fast tests need, are installed only for `all`. Three workers: one of them mostly
+# waits. The workers of a vLLM engine over several devices wait by spinning, beside which the others would take three
+# times as long: these tests come last, alone. `-n 0` as last argument runs all in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -47,11 +46,10 @@ case "${1:-}" in
     python tests/left_out.py "$skipped"
     ;;
 all)
-    parts=3
-    run -m "not slow" "${@:2}"
-    run -m "slow and not alone" "${@:2}"
+    parts=2
+    run -m "not alone" "${@:2}"
     run -m alone -n 0 "${@:2}"
-    [ "$status" -eq 0 ] || echo "not all tests passed: each part above has its own summary"
+    [ "$status" -eq 0 ] || echo "not all tests passed: both parts above have a summary"
     ;;
 *) parts=1 && run "$@" ;;
 esac

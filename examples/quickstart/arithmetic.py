@@ -18,7 +18,7 @@ correct work, with few slips. A model warm-started on those can refine: it copie
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,17 @@ def _problem(rng: random.Random, level: int) -> tuple[int, list[tuple[str, int]]
     start = value = rng.randint(1, LARGEST)
     steps = []
     for _ in range(level):
-        operator, operand = rng.choice(list(_allowed(value)))
+        operator, operand = rng.choice(_allowed(value))
         steps.append((operator, operand))
         value = apply(value, operator, operand)
     return start, steps
 
 
-def _allowed(value: int) -> Iterator[tuple[str, int]]:
-    yield from (("+", n) for n in range(1, 10) if value + n <= LARGEST)
-    yield from (("-", n) for n in range(1, 10) if value - n >= 0)
-    yield from (("*", n) for n in (2, 3) if 0 < value * n <= LARGEST)
+@cache
+def _allowed(value: int) -> list[tuple[str, int]]:
+    sums = [("+", n) for n in range(1, 10) if value + n <= LARGEST]
+    differences = [("-", n) for n in range(1, 10) if value - n >= 0]
+    return sums + differences + [("*", n) for n in (2, 3) if 0 < value * n <= LARGEST]
 
 
 def apply(value: int, operator: str, operand: int) -> int:

@@ -104,8 +104,7 @@ def to_message(whole: dict, body: dict) -> dict:
 
 def message_events(whole: dict, body: dict) -> Iterable[Event]:
     message = to_message(whole, body)
-    started = message | {"content": [], "stop_reason": None}
-    yield "message_start", {"type": "message_start", "message": started}
+    yield "message_start", {"type": "message_start", "message": message | {"content": [], "stop_reason": None}}
     for index, block in enumerate(message["content"]):
         kind = block["type"]
         given = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}[kind]

@@ -173,8 +173,7 @@ class EngineProcess(Member):
             try:
                 message = messages.get(timeout=min(1.0, timeout_s / 4))
             except queue.Empty:
-                last = max(begun, self._last_progress)
-                if time.monotonic() - last > timeout_s:
+                if time.monotonic() - max(begun, self._last_progress) > timeout_s:
                     silent = time.monotonic() - self._last_message > timeout_s / 2
                     self._kill()
                     what = "is silent" if silent else "gets nothing done"

@@ -282,11 +282,11 @@ class TrainingRun:
                 after = self._evaluated("test", self.total_steps)
         actor, tokenizer = self.models.actor, build.tokenizer_folder(self.recipe.model)
         weights.save_folder(actor.stream(), self.folder / "export", actor.hf_config, tokenizer)
+        self.checkpoints.wait()
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
         if actor.lora:
             adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)
             self.tracker.note(f"its adapters in PEFT's format: {self.folder / 'adapters'}")
-        self.checkpoints.wait()
         if after and dist.get_rank() == 0:
             print(headline(before, after), flush=True)
 

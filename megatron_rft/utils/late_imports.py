@@ -4,6 +4,7 @@ also reads the files of all its models twice, and those of all installed package
 
 import contextlib
 import gc
+import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -98,8 +99,9 @@ def lean_import(name: str) -> ModuleType:
     if not has_cuda_device() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     gc.disable()
+    inspect.getframeinfo.__defaults__ = (0,)  # torch asks for the line of each operator; the text takes 0.2 s to find
     try:
         return import_module(name)
     finally:
-        gc.freeze()
-        gc.enable()
+        inspect.getframeinfo.__defaults__ = (1,)
+        gc.freeze(), gc.enable()

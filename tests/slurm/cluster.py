@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tests.integration.tiny import write_recipe
@@ -111,10 +112,13 @@ class SlurmJob:
     def state(self) -> str:
         return self.shown("JobState")
 
+    @cached_property
+    def _output(self) -> Path:
+        return Path(self.shown("StdOut"))
+
     @property
     def log(self) -> str:
-        path = Path(self.shown("StdOut"))
-        return path.read_text() if path.exists() else ""
+        return self._output.read_text() if self._output.exists() else ""
 
     def wait(self, seconds: float = 1500) -> str:
         """Wait until the job has ended for good. Returns its last state. A requeued job need not wait Slurm's two

@@ -12,8 +12,9 @@ warnings.simplefilter("ignore")
 from megatron_rft.utils.late_imports import LATE, LateModule, lean_import
 for name in ("megatron_rft.training", "transformers.models.qwen3.modeling_qwen3"):
     lean_import(name)
-import torch, torch.distributed as dist
+import inspect, torch, torch.distributed as dist
 
+assert inspect.getframeinfo.__defaults__ == (1,), "as it was before"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=1.0)
