@@ -345,7 +345,8 @@ def import_all(more: list[str]) -> None:
         import_module(name)
     del sys.modules["flashinfer"]
     for each in weakref.finalize._registry:  # at its end a process would take torch's operators apart, one by one
-        each.atexit = bool(each.atexit and (alive := each.peek()) and alive[1].__module__ != "torch.library")
+        _, function, *_ = each.peek()
+        each.atexit &= function.__module__ != "torch.library"
 
 
 def use_huge_pages() -> None:

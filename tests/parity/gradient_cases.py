@@ -37,6 +37,7 @@ RECOMPUTE = {
 }
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": False}
 LOGPROBS = frozenset({"logprobs"})
+read = cache(torch.load)  # a reference, which its first case writes
 
 
 SHAPE = {
@@ -361,11 +362,6 @@ def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Te
     )
 
 
-@cache
-def read(reference: Path) -> tuple[dict[str, dict], dict[str, dict[str, float]]]:
-    return torch.load(reference)
-
-
 def main() -> None:
     path, *cases = sys.argv[1:]
     for text in cases:
@@ -374,8 +370,7 @@ def main() -> None:
         reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}.{case.get('masked', 0)}")
         if "write" in case:
             torch.save((found, logged), reference)
-        wanted, wanted_logged = read(reference)
-        wanted_logged = dict(wanted_logged)
+        wanted, wanted_logged = map(dict, read(reference))
         for name in wanted:
             worst = max(
                 ((found[name][n] - wanted[name][n]).abs().max() / (wanted[name][n].abs().max() + 1e-12)).item()

@@ -19,7 +19,7 @@ from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.records import Batch
 from megatron_rft.training.offline import draw
 from tests.made import OFFLINE, made
-from tests.parity.gradient_cases import KEYS, mini_batch, model_config, poisoned
+from tests.parity.gradient_cases import KEYS, mini_batch, model_config, poisoned, read
 
 OBJECTIVES = {name: made(name) for name in OFFLINE} | {
     "off_rl_kl": made("off_rl", kl_coefficient=0.5),
@@ -99,7 +99,7 @@ def main() -> None:
         parallel.destroy_layout()
         if "write" in options:
             torch.save(found, f"{path}.{case.masked}")
-        wanted = torch.load(f"{path}.{case.masked}")
+        wanted = read(f"{path}.{case.masked}")
         for name, (gradients, metrics) in found.items():
             expected, expected_metrics = wanted[name]
             worst = max(((gradients[n] - expected[n]).abs().max() / expected[n].abs().max()).item() for n in expected)
