@@ -111,7 +111,7 @@ def nothing_is_left(request):
     yield
     if parallel := sys.modules.get("megatron_rft.megatron.parallel"):
         parallel.shutdown()
-    for _ in range(50):  # what one collection frees may hold more, and threads end when they have a processor
+    for _ in range(600):  # what one collection frees may hold more, and threads end when they have a processor
         left = {name: count - before[name] for name, count in held().items() if count > before[name] + LEFT}
         if not left:
             break

@@ -53,14 +53,14 @@ class Tree:
 
     def add(self, turn: PolicyTurn, messages: list[Message], answer: Message, tools: Any) -> None:
         """Messages of the system at the end of a request may be gone from the next one: some programs tell their state
-        there. The turn is then continued as well, and its tokens keep them."""
+        there. The turn is then continued as well, and its tokens keep them. Of equal turns the last one counts."""
         self.turns.append(turn)
-        self.known[keys([*messages, plain(answer)], tools)[-1]] = turn
         lasting = list(messages)
         while len(lasting) > 1 and lasting[-1]["role"] == "system":
             lasting.pop()
-        if len(lasting) < len(messages):
-            self.known[keys([*lasting, plain(answer)], tools)[-1]] = turn
+        for history in [messages, lasting] if len(lasting) < len(messages) else [messages]:
+            key = keys([*history, plain(answer)], tools)[-1]
+            self.known[key] = max(turn, self.known.get(key, turn), key=lambda each: each.number)
 
     def response(self, own: tuple[int, ...]) -> Response:
         """The episode. The first turn that continues another one stays in its segment, and any further one begins a

@@ -26,7 +26,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         assert before in text, before
         text = text.replace(before, after)
     notebook = nbformat.reads(text, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
+    limits = {"timeout": 3600, "startup_timeout": 600, "iopub_timeout": 600}
+    nbclient.NotebookClient(notebook, **limits, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
     shown = ["".join(str(output) for output in cell.get("outputs", ())) for cell in notebook.cells]
     assert "[1.0, 0.1, 0.0]" in shown[5]
     assert "<progress value=3 max=3>" in shown[6] and "image/png" in shown[7] and "step 3, reward" in shown[9]

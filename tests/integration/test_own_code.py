@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from megatron_rft.commands import main
-from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
+from tests.integration.test_kill_and_resume import killed
+from tests.integration.tiny import ROOT, metrics, train, write_recipe
 from tests.unit.test_docs import files_of
 
 
@@ -86,12 +87,9 @@ def test_kill_9_and_resume_with_an_own_reward(tmp_path, name):
         reward = {"kind": "own", "function": f"{tmp_path}/judge.py:{name}", "processes": 2}
         recipe = write_recipe(tmp_path, run=run, reward=reward, data={"test": None})
         if folder == "killed":
-            lines, process = tmp_path / folder / "metrics.jsonl", start(recipe)
-            assert wait_until(lambda lines=lines: lines.is_file() and len(metrics(lines.parent)) >= 3, process)
-            kill(process)
-            process.wait()
+            killed(recipe, tmp_path / folder, step=2)
         status, output = train(recipe)
-        assert status == 0, output[-3000:]
+        assert status == 0 and ("resumed after step" in output) is (folder == "killed"), output[-3000:]
         digests.append((tmp_path / folder / "export/model.safetensors").read_bytes())
     assert digests[0] == digests[1]
 

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.quickstart import arithmetic
+from megatron_rft.launching.hangs import descendants
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.utils.processes import children
+from megatron_rft.utils.processes import children, process_state
 from tests.fork_server import ENVIRONMENT, Forked, ForkedVLLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ def start(
     )
 
 
-def train(recipe: Path, *arguments: str, timeout: float = 900, **named) -> tuple[int, str]:
+def train(recipe: Path, *arguments: str, timeout: float = 3600, **named) -> tuple[int, str]:
     """Exit status and output."""
     process = start(recipe, *arguments, **named)
     try:
@@ -148,9 +149,13 @@ def freeze(process: subprocess.Popen, below: bool = True) -> bool:
     happened = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     if happened.si_code != os.CLD_STOPPED:
         return False
-    if below:
-        signal_below(process.pid, signal.SIGSTOP)
-    return True
+    return not below or wait_until(lambda: stopped_below(process.pid))
+
+
+def stopped_below(pid: int) -> bool:
+    """Stop all that a process started. Whether all have stopped: some may be writing, or starting others, still."""
+    signal_below(pid, signal.SIGSTOP)
+    return all(process_state(each) in ("T", "t", "Z", "X", "") for each in descendants(pid))
 
 
 def thaw(process: subprocess.Popen) -> None:

@@ -51,6 +51,15 @@ class Cluster:
             raise AssertionError(f"{command} is not done after {timeout} s: {process.communicate()[0]}") from None
         return process.returncode, output
 
+    def ask(self, *command: object) -> str:
+        """The output. A busy controller may let a question go unanswered."""
+        for _ in range(10):
+            status, output = self.run(*command)
+            if status == 0:
+                return output
+            time.sleep(1)
+        raise AssertionError(f"{command}: {output}")
+
     def start(self, *command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Popen:
         return subprocess.Popen(
             [str(each) for each in command],
@@ -71,9 +80,7 @@ class Cluster:
     def jobs(self) -> set[int]:
         """All jobs that Slurm knows, also ended ones. Jobs in the second of two lists only were submitted in
         between."""
-        status, output = self.run("squeue", "-h", "-t", "all", "-o", "%A")
-        assert status == 0, output
-        return {int(number) for number in output.split()}
+        return {int(number) for number in self.ask("squeue", "-h", "-t", "all", "-o", "%A").split()}
 
     def lose_node(self, number: int, job: "SlurmJob") -> None:
         """Kill the daemon and everything on the node, as in a power failure."""
@@ -101,12 +108,7 @@ class SlurmJob:
     folder: Path  # its first stage's notes
 
     def shown(self, name: str) -> str:
-        for _ in range(10):  # a busy controller lets a question go unanswered
-            status, output = self.cluster.run("scontrol", "show", "job", "-o", self.number)
-            if status == 0:
-                return re.search(rf"\b{name}=(\S*)", output)[1]
-            time.sleep(1)
-        raise AssertionError(f"scontrol show job {self.number}: {output}")
+        return re.search(rf"\b{name}=(\S*)", self.cluster.ask("scontrol", "show", "job", "-o", self.number))[1]
 
     @property
     def state(self) -> str:
@@ -159,8 +161,7 @@ class SlurmJob:
         return self.state in ENDED
 
     def change(self, setting: str) -> None:
-        status, output = self.cluster.run("scontrol", "update", f"JobId={self.number}", setting)
-        assert status == 0, output
+        self.cluster.ask("scontrol", "update", f"JobId={self.number}", setting)
 
     def set_time_left(self, minutes: int) -> None:
         """Set the time limit of this start, however long a busy machine has taken for it so far."""

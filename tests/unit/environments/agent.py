@@ -120,7 +120,7 @@ def refused() -> None:
     note("no object", "hi")
     note("role", {"messages": [{"role": "wizard", "content": "hi"}]})
     note("long", {"messages": [user("word " * 400)]})
-    note("large", {"messages": [user("word " * 20_000_000)]})
+    note("large", {"messages": [user("word " * 13_450_000)]})
     note("path", {"messages": hi}, path="/embeddings")
     note("fine", {"messages": hi, "temperature": 0.0, "top_p": 1, "logit_bias": {}, "top_logprobs": 0})
     note("turns", {"messages": hi, "n": 9})

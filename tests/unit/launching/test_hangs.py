@@ -56,6 +56,7 @@ class Ranks:
 
 def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
+    monkeypatch.setattr("megatron_rft.launching.hangs.NFS_S", 1e9)
     monkeypatch.setattr("megatron_rft.launching.hangs.masks", lambda pid, number: set())
     first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
     assert first.look(1) is None and second.look(1) is None
@@ -72,6 +73,7 @@ def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
 
 def test_ranks_of_two_nodes_in_the_same_collective_do_not_disagree(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
+    monkeypatch.setattr("megatron_rft.launching.hangs.NFS_S", 1e9)
     monkeypatch.setattr("megatron_rft.launching.hangs.masks", lambda pid, number: set())
     first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
     for each in (first, second):

@@ -160,7 +160,7 @@ def test_a_limit_for_each_test_and_one_for_the_row(reward, monkeypatch):
     assert sleeps.details["tier"] == "time-out"
     power = grade(reward, "def f(s): return 9**9**9", "assert f(0) == 1")
     assert power.details["tier"] == "time-out"
-    table = {"kind": "stdin", "inputs": ["0.4"] * 25, "outputs": ["1"] * 25}
+    table = {"kind": "stdin", "inputs": ["0.1"] * 100, "outputs": ["1"] * 100}
     script = "import time\nend = time.process_time() + float(input())\nwhile time.process_time() < end: pass\nprint(1)"
     (score,) = reward([Prompt(0, (1,), "", json.dumps(table))], [script])
     assert score.details["tier"] == "time-out" and "not all tests ended within 6 s" in score.reason

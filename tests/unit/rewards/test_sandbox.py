@@ -18,6 +18,7 @@ from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
 from megatron_rft.rewards.sandbox.runner import Limits, Sandbox, run_script, run_tests
+from megatron_rft.utils import processes
 from megatron_rft.utils.errors import ConfigError
 
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_mb=256, disk_mb=4, output_mb=1)
@@ -100,8 +101,8 @@ def test_waiting_for_a_processor_does_not_count(monkeypatch):
         together.wait(timeout=300)  # until all have their servers
         return run_script(server, busy, "", limits)
 
-    processors = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(processors)})  # its servers inherit it
+    processors, starter = os.sched_getaffinity(0), processes._starter(os.getpid())
+    starter.submit(os.sched_setaffinity, 0, {min(processors)}).result()  # its servers inherit it
     try:
         sandbox = Sandbox(workers=8)
         runs = sandbox.map(work, list(range(8)))
@@ -109,7 +110,7 @@ def test_waiting_for_a_processor_does_not_count(monkeypatch):
     except SandboxError as error:
         pytest.skip(str(error))
     finally:
-        os.sched_setaffinity(0, processors)
+        starter.submit(os.sched_setaffinity, 0, processors).result()
     assert [(run.output, run.timeout) for run in runs] == [("1\n", False)] * 8
 
 

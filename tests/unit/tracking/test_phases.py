@@ -1,7 +1,7 @@
 import itertools
+import mmap
 
 import pytest
-import torch
 
 from megatron_rft.tracking.throughput import Phases
 
@@ -32,13 +32,13 @@ def test_a_phase_that_fails_is_closed():
 
 def test_memory_belongs_to_the_phase_that_took_it():
     phases = Phases()
-    with phases("generation"):
-        block = torch.ones(64 << 20)  # 0.25 GiB
-        del block
+    # not by torch, whose memory may stay in the process for the next tensor
+    with phases("generation"), mmap.mmap(-1, 256 << 20) as block:
+        block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)
     with phases("training"):
         pass
     found = phases.take()
-    if found["memory/generation_gib"] == phases.take()["memory/other_gib"]:
+    if found["memory/generation_gib"] <= phases.take()["memory/other_gib"]:
         pytest.skip("this system does not let a process forget its peak")
     assert found["memory/generation_gib"] > found["memory/training_gib"] + 0.2
     assert found["memory/peak_gib"] == max(value for name, value in found.items() if name.startswith("memory/"))
