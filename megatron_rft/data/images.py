@@ -90,14 +90,15 @@ class ImageReader:
         values = [] if value is None else value if isinstance(value, list) else [value]
         return self.pictures(values, f"{place}: ", f"the column {self.column!r}")
 
-    def pictures(self, values: list[Any], place: str, what: str) -> Pictures:
-        """The images of `values`. Messages name `what` has them. Raises DataError."""
+    def pictures(self, values: list[Any], place: str, what: str, now: bool = False) -> Pictures:
+        """The images of `values`; `now`: not by path, but as the files are. Messages name `what` has them. Raises
+        DataError."""
         sources, images = [], []
         for number, each in enumerate(values, 1):
             try:
-                sources.append(source_of(each))
+                sources.append(encoded(source_of(each)) if now else source_of(each))
                 images.append(decoded(sources[-1]))
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 which = f"image {number} of " if len(values) > 1 else ""
                 raise DataError(f"{place}{which}{what} {error}") from None
         try:

@@ -26,6 +26,7 @@ Call one by
 <tool_call>
 {{"name": "its name", "arguments": {{"name": "value"}}}}
 </tool_call>"""
+CALL = "<tool_call>\n{}\n</tool_call>"
 INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
 
 
@@ -106,8 +107,14 @@ class Question(NamedTuple):
 def described(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """A conversation for a chat template that does not know tools: the system's message describes them."""
     before = [message["content"] for message in messages[:1] if message["role"] == "system"]
-    described = "\n\n".join([*before, TOOLS.format("\n".join(map(json.dumps, tools)))])
+    described = "\n\n".join([*before, TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))])
     return [{"role": "system", "content": described}, *messages[len(before) :]]
+
+
+def with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for a chat template that does not know calls: they follow its text."""
+    calls = [CALL.format(json.dumps(call["function"], ensure_ascii=False)) for call in message.get("tool_calls", ())]
+    return message | {"content": "\n".join(filter(None, [message["content"], *calls]))} if calls else message
 
 
 @lru_cache

@@ -245,7 +245,7 @@ class Episodes(Engine):
             if said := episode.environment.ask("reset", prompt=shown(problem), seed=seed):
                 episode.say(said)
                 images = seen(said, episode.images)
-                episode.set(prompt_ids=tuple(filled(self.template.opened(problem, said), images)))
+                episode.set(prompt_ids=self.template.opened(problem, said, images))
                 episode.images = joined(episode.images, images)
             if episode.room < 1:
                 raise EpisodeFailed("its first messages leave no room (rollout.max_response_tokens)")

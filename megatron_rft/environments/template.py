@@ -17,8 +17,8 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from megatron_rft.data.images import Pictures
-from megatron_rft.data.rendering import as_text, described
+from megatron_rft.data.images import Pictures, filled
+from megatron_rft.data.rendering import as_text, described, with_calls
 from megatron_rft.environments.base import Message, text_of
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError, DataError, first_line
@@ -52,13 +52,15 @@ class Template:
 
     def conversation(self, said: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         """The tokens of a whole conversation up to where the policy writes. A template that knows no tools has their
-        descriptions in the system's message, and calls as text."""
+        descriptions in the system's message, and one that knows no calls has them as text."""
         with self.lock:
-            said, tools = self._hidden(said), self._hidden(tools)
+            said, tools, template = self._hidden(said), self._hidden(tools), str(self.tokenizer.chat_template)
+            if tools and not re.search(r"\btools\b", template):
+                said, tools = described(said, tools), None
+            if not re.search(r"\btool_calls\b", template):
+                said = [with_calls(message) for message in said]
             if self.tokenizer.chat_template is None:
                 return plain_text(self.tokenizer).encode([as_text(said)], add_special_tokens=True)[0]
-            if tools and not re.search(r"\btools\b", str(self.tokenizer.chat_template)):
-                said, tools = described(said, tools), None
             return self._encoded(self._rendered(said, generate=True, tools=tools))
 
     def between(self, said: list[Message], last: int) -> list[int]:
@@ -72,16 +74,16 @@ class Template:
         ids = self._after(self._hidden(messages(said)))
         return ids[1:] if ids[0] == last else ids
 
-    def opened(self, prompt: Prompt, said: str | list[Message]) -> tuple[int, ...]:
-        """The prompt's tokens with messages after the problem."""
+    def opened(self, prompt: Prompt, said: str | list[Message], images: Pictures | None = None) -> tuple[int, ...]:
+        """The prompt's tokens with messages after the problem, which show `images`."""
         with self.lock:
             if not self.applies(prompt):
-                return (*prompt.token_ids, *self._encoded(self._hidden(plain(said))))
+                return (*prompt.token_ids, *filled(self._encoded(self._hidden(plain(said))), images))
             end = self._encoded(self._to_answer)
             if list(prompt.token_ids[-len(end) :]) != end:
                 raise DataError(f"problem {prompt.index}: its prompt does not end with the tokens of {TEMPLATE}'s end")
             rest = self._rest([{"role": "user", "content": MARK}, *self._hidden(messages(said))])
-            return (*prompt.token_ids[: -len(end)], *self._encoded(rest))
+            return (*prompt.token_ids[: -len(end)], *filled(self._encoded(rest), images))
 
     def check(self, role: str) -> list[str]:
         """Check, before anything is generated, that the template can show messages of `role` between turns. Returns
@@ -161,14 +163,14 @@ def messages(said: str | list[Message]) -> list[Message]:
 
 
 def seen(said: str | list[Message], before: Pictures | None) -> Pictures | None:
-    """The images of what is said, if there are any. `before`: the episode's so far, which have their reader; None: its
-    model reads no images. Raises DataError."""
+    """The images of what is said, if there are any, as they are now: an environment may write the next one to the same
+    file. `before`: the episode's so far, which have their reader; None: its model reads no images. Raises DataError."""
     parts = [part for each in messages(said) if isinstance(each["content"], list) for part in each["content"]]
     if not (images := [part["image"] for part in parts if "image" in part]):
         return None
     if before is None:
         raise DataError("a message has an image: set data.image_field, a column that rows may lack")
-    return before.reader.pictures(images, "", "a message")
+    return before.reader.pictures(images, "", "a message", now=True)
 
 
 def plain(said: str | list[Message]) -> str:

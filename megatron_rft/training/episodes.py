@@ -19,6 +19,7 @@ from megatron_rft.inference.pool import EnginePool
 from megatron_rft.tracking.metrics import NOTES_FILE, add_note
 from megatron_rft.training.build import stop_token_ids
 from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.utils.errors import ConfigError
 
 
 def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitStack, kept: Any = None) -> Engine:
@@ -29,7 +30,13 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     if environment is None:
         return engine
     template = Template(tokenizer, stop_token_ids(rollout.stop, tokenizer), data.chat_template_kwargs)
-    notes = [note for role in environment.roles for note in template.check(role)] if data.chat else []
+    program = isinstance(environment, Program)  # it brings conversations, also to prompts that are plain text
+    notes = [note for role in environment.roles for note in template.check(role)] if data.chat or program else []
+    if program:
+        try:
+            template.check("tool")
+        except ConfigError as error:
+            notes.append(f"a program that uses tools would fail: {error}")
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 and notes:
         print("\n".join(notes), flush=True)
@@ -43,7 +50,7 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
     processes = EnvironmentProcesses(options, environment.processes, environment.turn_timeout_s, log)
     outside = isinstance(engine, EnginePool) and all(member.joins for member in engine.members)
     parts = (engine, processes, template, decode, environment.name, environment.max_turns, environment.turn_tokens)
-    if isinstance(environment, Program):
+    if program:
         from megatron_rft.environments.programs import Programs  # needs aiohttp
 
         player = Programs(*parts, at_once=environment.programs if outside else None, options=environment)

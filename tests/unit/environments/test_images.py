@@ -28,16 +28,17 @@ from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from tests.parity.hf_cases import own_tensors
 
 WORLD = '''
-import base64, io
+import base64, io, shutil, tempfile
 from PIL import Image
 from megatron_rft.environments import Environment, Turn
 
 
 class Shows(Environment):
-    """Shows a picture after a turn, of another size and in another form each time; the problem's own comes back."""
+    """Shows a picture after a turn, of another size and in another form each time; the problem's own comes back. Each
+    is written to the same file, which is gone at the end."""
 
     def reset(self, prompt, seed):
-        self.own, self.seed, self.turns = prompt.images, seed % 200, 0
+        self.own, self.seed, self.turns, self.folder = prompt.images, seed % 200, 0, tempfile.mkdtemp()
         return self.picture(84) if prompt.fields["opens"] else None
 
     def step(self, text):
@@ -47,10 +48,16 @@ class Shows(Environment):
     def picture(self, side):
         Image.new("RGB", (side, 56), (self.seed, side, 90)).save(file := io.BytesIO(), "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        parts = [{"type": "image", "image": file.getvalue()}, {"type": "image_url", "image_url": {"url": url}}]
+        with open(path := f"{self.folder}/screen.png", "wb") as screen:
+            screen.write(file.getvalue())
+        parts = [{"type": "image", "image": path}, {"type": "image_url", "image_url": {"url": url}}]
+        parts.append({"type": "image", "image": file.getvalue()})
         own = [{"type": "image", "image": image} for image in self.own or ()]
         text = {"type": "text", "text": "<image> <|image_pad|> is text. "}
-        return [{"role": "user", "content": [text, parts[self.turns % 2], *own]}]
+        return [{"role": "user", "content": [text, parts[self.turns % 3], *own]}]
+
+    def close(self):
+        shutil.rmtree(self.folder)
 
 
 class Breaks(Shows):
@@ -104,6 +111,7 @@ def made(tmp_path):
     tokenizer, config = make.tokenizer(), load_config(tmp_path / "model")
     tokenizer.name_or_path = str(tmp_path / "model")
     rows = [{"question": "a?", "image": make.blank(), "answer": "1", "opens": 0}, {"question": "b?", "opens": 1}]
+    rows.append({"question": "c?", "image": make.blank(), "opens": 1})
     rows = [{"image": None, "answer": "1"} | row for row in rows]
     form = PromptFormat(chat=True, image_field="image", image_pixels=(28 * 28, 112 * 112))
     prompts = prompt_set(rows, tokenizer, form, "rows").prompts
@@ -150,7 +158,10 @@ def test_the_trainer_computes_what_the_engine_has_seen(made, kind):
     written = batch.response_ids[batch.response_mask > 0]
     assert (batch.response_ids == image).any() and not (written == image).any()
     sizes = [[len(images.grids(key)) for key in (key, key + (kind == "program"))] for key in batch.images.tolist()]
-    most = {"Shows": [5, 5], "program": [2, 1]}  # its own, then two each after two turns; one in each of two segments
+    most = {
+        "Shows": [7, 7],
+        "program": [2, 1],
+    }  # its own, then three times two; one in each of two segments
     assert max(sizes) == most[kind]
     try:
         parallel.initialize(Megatron())

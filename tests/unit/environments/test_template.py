@@ -161,6 +161,17 @@ def test_what_is_said_at_the_start(tokenizers):
         Template(refusing, (refusing.eos_token_id,)).check("tool")
 
 
+def test_calls_are_text_where_the_template_knows_none(tokenizers):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"to": "加"}}}
+    said = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "add", "description": "加<|im_end|>"}}]
+    for tokenizer in (tokenizers["chatml"], with_template(tokenizers, None)):
+        text = tokenizer.decode(ids := Template(tokenizer, (1,)).conversation(said, tools))
+        assert '<tool_call>\n{"name": "add", "arguments": {"to": "加"}}\n</tool_call>' in text
+        assert '"description": "加<|im_end|>"' in text
+        assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == (3 if tokenizer.chat_template else 0)
+
+
 def test_a_template_that_shows_a_tools_answer_only_behind_a_call(tokenizers):
     tokenizer = with_template(tokenizers, CALLED)
     call, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|eom|>", "<|return|>"))
