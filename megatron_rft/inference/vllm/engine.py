@@ -267,7 +267,7 @@ class VLLMEngine(Engine):
     def checksums(self) -> dict[str, int]:
         from megatron_rft.inference.vllm import readback
 
-        return readback.checksums(self._model())
+        return readback.checksums(self._model(), self.dtype)
 
     def _model(self) -> torch.nn.Module:
         return self.llm.model_executor.driver_worker.model_runner.model
@@ -284,6 +284,8 @@ class VLLMEngine(Engine):
         if parts := [part for part in PARTS if part in self.asleep and (cache or part == "weights")]:
             with asleep.changes():
                 self.llm.wake_up(parts)
+            for embeds in getattr(self._model(), "deepstack_input_embeds", None) or ():
+                embeds.zero_()  # of Qwen3-VL; vLLM restores registered buffers alone
             self.asleep -= set(parts)
 
     def close(self) -> None:

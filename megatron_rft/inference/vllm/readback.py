@@ -31,12 +31,13 @@ from megatron_rft.utils.errors import RunFailed
 COLUMNS = 256  # columns of a packed matrix that are read at a time
 
 
-def checksums(model: nn.Module) -> dict[str, int | None]:
-    """Return the `checksum` of every parameter by HF name; -1 if its copies differ. None stands for a rounded parameter
-    that was compared with the received values when it was loaded, and has not changed since. Collective."""
+def checksums(model: nn.Module, dtype: torch.dtype) -> dict[str, int | None]:
+    """Return the `checksum` of every parameter, in the engine's dtype, by HF name; -1 if its copies differ. None stands
+    for a rounded parameter that was compared with the received values when it was loaded, and has not changed since.
+    Collective."""
     by_name: dict[str, int | None] = {}
     for name, tensor in read(model):
-        value = checksum(tensor)
+        value = checksum(tensor.to(dtype))  # the biases of a router are fp32 in any engine
         value = None if value in model.read_back.get(name, ()) else value
         if by_name.setdefault(name, value) != value:
             by_name[name] = -1
@@ -127,8 +128,10 @@ def rounds(layer: nn.Module) -> bool:
 
 
 def parameters(layer: nn.Module) -> list[str]:
-    """Return the names of a layer's parameters, without the scales of a quantised layer."""
-    names = [key for key, value in layer._parameters.items() if value is not None]
+    """Return the names of a layer's parameters, without the scales of a quantised layer and without what latent
+    attention makes of the matrix that it absorbs."""
+    made = ("W_UV", "W_UK_T") if hasattr(layer, "kv_b_proj") else ()
+    names = [key for key, value in layer._parameters.items() if value is not None and not key.startswith(made)]
     return [key for key in names if key in ("weight", "bias")] if rounds(layer) else names
 
 

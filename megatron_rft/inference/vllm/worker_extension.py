@@ -105,5 +105,5 @@ class Extension:
 
     def rft_checksums(self) -> dict:
         """Return the checksums by HF name, as text because JSON's numbers have 53 bits. All workers return the same."""
-        found = checksums(self.model_runner.model)
+        found = checksums(self.model_runner.model, self.model_runner.dtype)
         return {name: None if value is None else str(value) for name, value in found.items()}

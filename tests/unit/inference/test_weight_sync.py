@@ -9,6 +9,7 @@ from megatron_rft.inference.engine import Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.utils.errors import RunFailed
 from tests.shapes import sizes
+from tests.unit.inference.tiny import build_model, hf_stream
 
 CONFIG = Qwen3Config(**sizes(1, 8, 2, 1, 16, vocab_size=16, head_dim=4), tie_word_embeddings=True)
 
@@ -38,6 +39,13 @@ def test_a_push_loads_all_tensors_and_returns_metrics(tensors, dtype):
     assert metrics["sync/tensors"] == len(tensors) == 13
     assert metrics["sync/bytes"] == 4 * sum(tensor.numel() for _, tensor in tensors)
     assert metrics["sync/seconds"] > 0
+
+
+def test_the_biases_of_a_router_that_a_bf16_engine_keeps_in_fp32_are_compared():
+    model = build_model("glm4_moe")
+    engine = HFEngine(model.config, torch.bfloat16)
+    assert torch.float32 in {tensor.dtype for tensor in engine.targets.values()}
+    weight_sync.send(hf_stream(model), engine, version=1, verify=True)
 
 
 def test_a_refused_tensor_ends_the_run_after_the_stream_has_ended(tensors):
