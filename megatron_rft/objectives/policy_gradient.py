@@ -34,6 +34,7 @@ from megatron_rft.objectives.surrogates import (
     aggregate,
     clipped_surrogate,
     importance_weights,
+    k1,
     largest_kl,
     log_ratio,
     mismatch_sums,
@@ -55,12 +56,11 @@ class PolicyGradient(PolicyObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        exact = self.options.kl_estimator == "exact"
+        exact = self.options.compares_distributions
         wanted = {
-            "old_logprobs": self.setting.mini_batches * self.options.epochs > 1 or (self.kl_in_reward and not exact),
+            "old_logprobs": self.setting.mini_batches * self.options.epochs > 1 or self.kl_in_reward,
             "ref_logprobs": self.options.kl_coefficient > 0 and not exact,
-            "ref_kl": self.kl_in_reward and exact,
-            "reference": self.kl_in_loss and exact,
+            "reference": exact,
         }
         return frozenset(name for name, needed in wanted.items() if needed)
 
@@ -75,10 +75,7 @@ class PolicyGradient(PolicyObjective):
         """[R] the KL's part of `token_penalty`."""
         if not self.kl_in_reward:
             return torch.zeros(len(batch.response_ids))
-        if self.options.kl_estimator == "exact":
-            return self.options.kl_coefficient * batch.tokens["ref_kl"]
-        estimate = ESTIMATORS[self.options.kl_estimator](batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
-        return self.options.kl_coefficient * estimate
+        return self.options.kl_coefficient * k1(batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
 
     def rewards(self, batch: Batch) -> Tensor:
         """[B] shaped rewards of whole responses; batch.sequences["rewards"] stays the verifier's."""
@@ -122,10 +119,10 @@ class PolicyGradient(PolicyObjective):
         return Loss(surrogate.terms | terms, surrogate.metrics | metrics)
 
     def _kl(self, outputs: Outputs, batch: Batch) -> Tensor:
-        if self.options.kl_estimator == "exact":
+        if self.options.estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
-        return ESTIMATORS[self.options.kl_estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
+        return ESTIMATORS[self.options.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
         return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
@@ -140,7 +137,7 @@ class PolicyGradient(PolicyObjective):
         """The policy's update on a batch that contains advantages."""
         if not self.kl_in_loss and not self.options.entropy_coefficient and type(self).loss is PolicyGradient.loss:
             batch = batch.with_sequences(no_gradient=zero_sequences(batch.tokens["advantages"], batch))
-        exact = self.kl_in_loss and self.options.kl_estimator == "exact"
+        exact = self.options.compares_distributions
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
         return Update(
             "policy",
@@ -157,7 +154,7 @@ class PolicyGradient(PolicyObjective):
         metrics = {}
         if self.kl_in_reward:
             metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
-        if self.options.kl_coefficient and self.options.kl_estimator == "k3":
+        if self.options.kl_coefficient and self.options.estimator == "k3":
             old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
             metrics["kl/largest"] = largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)
         return metrics

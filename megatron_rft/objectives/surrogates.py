@@ -152,4 +152,4 @@ def largest_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> float:
     return (torch.expm1(difference) - difference).max().item() if len(difference) else 0.0
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": clamped_k3}
+ESTIMATORS = {"k2": k2, "k3": clamped_k3}  # in the loss

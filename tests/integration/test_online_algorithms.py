@@ -41,7 +41,7 @@ CLOSED = {
 OTHERS = {
     "dr_grpo": {"algorithm": {"name": "dr_grpo", "dual_clip": 3.0, "mini_batch_prompts": 2}},
     "cispo": {"algorithm": {"name": "cispo", "importance": "masked"}},
-    "rloo": {"algorithm": {"name": "rloo", "kl_estimator": "exact"}},
+    "rloo": {"algorithm": {"name": "rloo"}},
     "reinforce_plus_plus": {"algorithm": {"name": "reinforce_plus_plus"}, "rollout": {"group_size": 1}},
     "reinforce_plus_plus_baseline": {"algorithm": {"name": "reinforce_plus_plus_baseline", "importance": "truncated"}},
 }

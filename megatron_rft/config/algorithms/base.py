@@ -89,6 +89,7 @@ class Aggregating(Online):
 
 class PolicyGradient(Aggregating):
     takes_constraint: ClassVar[bool] = True
+    estimator_in_loss: ClassVar[KLEstimator] = "k3"  # by default
 
     clip_low: ShareOrAll = 0.2
     """The ratio is clipped below 1 - clip_low."""
@@ -96,9 +97,10 @@ class PolicyGradient(Aggregating):
     """The ratio is clipped above 1 + clip_high."""
     kl_coefficient: NonNegative = 0.001
     """Of KL(policy || reference). 0: no reference model is loaded."""
-    kl_estimator: KLEstimator = "k3"
-    """k1, k2, k3: estimates from the sampled tokens. exact: a sum over the vocabulary, from both models' hidden
-    states."""
+    kl_estimator: KLEstimator | None = None
+    """k1, k2, k3: estimates from the sampled tokens. exact: a sum over the vocabulary, from both models' hidden states.
+    Only k1 has the KL's gradient in the reward, and it has none in the loss. None: k1 in the reward; in the loss k3, of
+    reinforce_plus_plus_baseline k2."""
     kl_in: KLPlace = "loss"
     """loss: a term of the loss. reward: a penalty on the reward; of methods that divide the reward by its deviation in
     the group, on the divided one."""
@@ -108,6 +110,10 @@ class PolicyGradient(Aggregating):
     (rollout.staleness). truncated: at most importance_cap. masked: weights outside 1 / importance_cap ..
     importance_cap become 0."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+
+    @property
+    def estimator(self) -> KLEstimator:
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else self.estimator_in_loss)
 
     @property
     def uses_reference(self) -> bool:
@@ -123,6 +129,10 @@ class PolicyGradient(Aggregating):
 
     def _check(self):
         self.unused(self.kl_coefficient == 0, "while kl_coefficient is 0", "kl_estimator", "kl_in")
+        if self.kl_in == "loss" and self.estimator == "k1":
+            raise at("kl_estimator", "k1 in the loss has no gradient on average: use k2, k3, exact or kl_in: reward")
+        if self.kl_in == "reward" and self.estimator != "k1":
+            raise at("kl_estimator", f"{self.estimator} in the reward lacks the KL's gradient: use k1 or kl_in: loss")
         self.unused(self.importance == "none", "while importance is none", "importance_cap")
         if self.importance != "none" and self.old_logprobs == "rollout":
             raise at("importance", "compares old_logprobs with the engine's: with rollout they are the same")

@@ -26,7 +26,6 @@ class PPO(Clipped, name="ppo"):
 
     needs_critic: ClassVar[bool] = True
 
-    kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
     gamma: ShareOrAll = 1.0
     """Discount per token."""
@@ -82,7 +81,6 @@ class DrGRPO(GRPO, name="dr_grpo"):
 
 class RLOO(GRPO, name="rloo"):
     aggregation: Aggregation = "sequence_sum"
-    kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
 
 
@@ -140,7 +138,6 @@ class CISPO(PolicyGradient, name="cispo"):
 
 class ReinforcePlusPlus(Clipped, name="reinforce_plus_plus"):
     aggregation: Aggregation = "token_mean"
-    kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
     gamma: ShareOrAll = 1.0
     """Discount per token."""
@@ -148,8 +145,8 @@ class ReinforcePlusPlus(Clipped, name="reinforce_plus_plus"):
 
 class ReinforcePlusPlusBaseline(Clipped, name="reinforce_plus_plus_baseline"):
     compares_responses: ClassVar[bool] = True
+    estimator_in_loss: ClassVar[KLEstimator] = "k2"
     aggregation: Aggregation = "token_mean"
-    kl_estimator: KLEstimator = "k2"
 
 
 class SDPO(Aggregating, name="sdpo"):

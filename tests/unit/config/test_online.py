@@ -78,6 +78,10 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         # options that would do nothing
         (["algorithm.kl_coefficient=0", "algorithm.kl_in=reward"], "kl_in: does nothing while kl_coefficient is 0"),
         (["algorithm.kl_coefficient=0", "algorithm.kl_estimator=k1"], "does nothing while kl_coefficient is 0"),
+        (["algorithm.kl_estimator=k1"], "k1 in the loss has no gradient on average"),
+        (["algorithm.kl_estimator=k3", "algorithm.kl_in=reward"], "k3 in the reward lacks the KL's gradient"),
+        (["algorithm={name: rloo, kl_estimator: exact}"], "exact in the reward lacks the KL's gradient"),
+        (["constraint={kind: static, eta: 0.1, mode: reward}", "algorithm.kl_estimator=k2"], "k2 in the reward"),
         (["algorithm.importance_cap=3"], "does nothing while importance is none"),
         (["algorithm.importance=masked", "algorithm.old_logprobs=rollout"], "they are the same"),
         (["algorithm={name: dapo, filter_groups: false, max_rounds: 2}"], "does nothing while filter_groups is false"),
@@ -151,16 +155,16 @@ def test_every_algorithm_has_a_plan(recipe, name):
 @pytest.mark.parametrize(
     "constraint, kl",
     [
-        ("{kind: none}", (0.0, "loss")),
-        ("{kind: static, eta: 0.02}", (0.02, "loss")),
-        ("{kind: static, eta: 0.02, mode: reward}", (0.02, "reward")),
-        ("{kind: dynamic, eta: 0.02}", (0.0, "loss")),
+        ("{kind: none}", (0.0, "loss", "k3")),
+        ("{kind: static, eta: 0.02}", (0.02, "loss", "k3")),
+        ("{kind: static, eta: 0.02, mode: reward}", (0.02, "reward", "k1")),
+        ("{kind: dynamic, eta: 0.02}", (0.0, "loss", "k3")),
     ],
 )
 def test_a_constraint_sets_the_algorithms_kl(recipe, tmp_path, constraint, kl):
     """A recipe that was written out gives the same."""
     loaded = load(recipe, [f"constraint={constraint}"])
-    assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in) == kl
+    assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in, loaded.algorithm.estimator) == kl
     (tmp_path / "dumped.yaml").write_text(dump(loaded))
     assert load(tmp_path / "dumped.yaml") == loaded
     assert ("constraint:" in str(check(loaded))) == (loaded.constraint.kind != "none")

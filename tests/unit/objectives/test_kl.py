@@ -18,10 +18,10 @@ def test_by_hand():
     assert k3(logprob, ref).item() == pytest.approx(1 - math.log(2))
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_zero_where_the_policies_agree(name):
+@pytest.mark.parametrize("estimate", [k1, *ESTIMATORS.values()])
+def test_zero_where_the_policies_agree(estimate):
     logprobs = torch.tensor([-0.5, -20.0])
-    assert ESTIMATORS[name](logprobs, logprobs).tolist() == [0.0, 0.0]
+    assert estimate(logprobs, logprobs).tolist() == [0.0, 0.0]
 
 
 logits = st.lists(st.floats(-3, 3), min_size=5, max_size=5).map(lambda x: torch.tensor(x, dtype=torch.double))

@@ -32,7 +32,7 @@ COMMON = {
     "clip_high": st.sampled_from([0.05, 0.3]),
     "aggregation": st.sampled_from(["sequence_mean", "token_mean", "group_mean", "sequence_sum", "constant"]),
     "kl_coefficient": st.sampled_from([0.0, 0.1]),
-    "kl_estimator": st.sampled_from(["k1", "k2", "k3", "exact"]),
+    "kl_estimator": st.sampled_from([None, "k1", "k2", "k3", "exact"]),
     "kl_in": st.sampled_from(["loss", "reward"]),
     "entropy_coefficient": st.sampled_from([0.0, 0.02]),
     "importance": st.sampled_from(["none", "truncated", "masked"]),
@@ -52,6 +52,7 @@ def alive(options: dict) -> dict:
     """The options without those that have no effect in this combination, which a section refuses."""
     dead = set()
     dead |= {"kl_estimator", "kl_in"} if not options.get("kl_coefficient") else set()
+    dead |= {"kl_estimator"} if (options["kl_estimator"] == "k1") != (options["kl_in"] == "reward") else set()
     dead |= {"importance_cap"} if options.get("importance") == "none" else set()
     dead |= {"overlong_coefficient"} if options.get("overlong_buffer") == 0 else set()
     return {key: value for key, value in options.items() if key not in dead}
@@ -60,7 +61,8 @@ def alive(options: dict) -> dict:
 def everything(objective) -> dict:
     """All options, of the section, the run and the critic."""
     run, critic = vars(objective.setting), objective.setting.critic
-    return objective.options.model_dump() | run | ({"value_clip": critic.value_clip} if critic else {})
+    own = objective.options.model_dump() | {"kl_estimator": objective.options.estimator}
+    return own | run | ({"value_clip": critic.value_clip} if critic else {})
 
 
 @st.composite
@@ -158,7 +160,7 @@ OF_THE_RUN = {"mini_batches": 2, "max_response_tokens": 50}
 BESIDE = {
     "importance_cap": {"importance": "truncated"},
     "overlong_coefficient": {"overlong_buffer": 3},
-    "kl_estimator": {"kl_coefficient": 0.1},
+    "kl_estimator": {"kl_coefficient": 0.1, "kl_in": "loss"},
     "kl_in": {"kl_coefficient": 0.1},
     "max_response_tokens": {"aggregation": "constant"},
 }
@@ -290,7 +292,7 @@ def test_a_kl_in_the_reward_keeps_its_coefficient(name, make_batch):
     """It is not divided by the deviation of the rewards: neither equal rewards nor their scale change its weight."""
     logprobs = {"old_logprobs": [-1.0, -2, -1, -1], "ref_logprobs": [-1.5, -1, -2, -1], "rollout_logprobs": [-1.0] * 4}
     equal, unequal = [make_batch([1] * 4, [0] * 4, [reward, 0, 0, 0], **logprobs) for reward in (0.0, 2.0)]
-    options = {"kl_in": "reward", "kl_estimator": "k1"} | ({"filter_groups": False} if name == "dapo" else {})
+    options = {"kl_in": "reward"} | ({"filter_groups": False} if name == "dapo" else {})
     own = 4 / 3 if name == "rloo" else 1.0  # the mean of the others is the baseline
     centred = torch.tensor([0.5, -1, 1, 0]) - 0.125
     for coefficient in (1e-3, 1e-1):
