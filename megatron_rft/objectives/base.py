@@ -219,6 +219,10 @@ class PolicyObjective(Objective):
         """[R] the attribution that PIPO scales (pipo.txt 4.1). Default: the advantages."""
         return self.advantages(batch)
 
+    def importance(self, batch: Batch) -> Tensor | float:
+        """[R] weights of the advantages in the policy's loss, given old_logprobs. PIPO applies them, too."""
+        return 1.0
+
 
 class Plugin(PolicyObjective):
     """Wraps an objective, `base`. What a plug-in does not override is the base's."""
@@ -252,6 +256,9 @@ class Plugin(PolicyObjective):
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
         return self.base.improvement_attributions(batch)
+
+    def importance(self, batch: Batch) -> Tensor | float:
+        return self.base.importance(batch)
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:

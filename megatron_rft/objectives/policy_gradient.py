@@ -100,10 +100,16 @@ class PolicyGradient(PolicyObjective):
     def aggregated(self, result: Clipped, batch: Batch) -> Loss:
         return surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
 
+    def importance(self, batch: Batch) -> Tensor | float:
+        return 1.0 if self.options.importance == "none" else self._weights(batch.tokens["old_logprobs"], batch)
+
+    def _weights(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        return importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
+
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
         if self.options.importance != "none":
-            weights = importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
+            weights = self._weights(logprobs, batch)
             batch = batch.with_tokens(advantages=like(batch.tokens["advantages"], weights) * weights)
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)

@@ -9,7 +9,7 @@ At step t, with mu_t the mean verifier reward of everything just sampled,
 
 and, once K means are known, one optimizer step on J_PI precedes the base algorithm's step. a_{t-1} are the base's
 attributions of the previous batch (of the responses that the base trained on); nu is the base's ratio to the policy
-that sampled that batch. The base's dual_clip, which Eq. 11 lacks, applies here too.
+that sampled that batch. The base's dual_clip and importance weights, which Eq. 11 lacks, apply here too.
 
 J_PI is abs(phi) times the surrogate of sign(phi) a_{t-1}. For phi > 0 this surrogate depends only on the previous batch
 and the current weights, so `foreseen` returns it before mu_t is known. For phi < 0 the clip bounds the other side.
@@ -103,7 +103,7 @@ class PIPO(Plugin):
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
-        previous = batch.with_tokens(attributions=self.improvement_attributions(batch))
+        previous = batch.with_tokens(attributions=self.improvement_attributions(batch) * self.importance(batch))
         previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.trained(batch))
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state

@@ -16,7 +16,7 @@ from megatron_rft.objectives.ppo import PPO
 from megatron_rft.objectives.sdpo import SDPO
 from megatron_rft.records import Batch
 from megatron_rft.training.models import same
-from tests.made import made, pipo
+from tests.made import dynamic, made, pipo
 
 LENS, GROUPS = [2, 1, 3, 1], [0, 0, 1, 1]
 
@@ -129,6 +129,27 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
     assert verification.learning_rate == 3e-6 and policy.learning_rate is None
     assert torch.equal(policy.batch.tokens["old_logprobs"], batches[3].tokens["old_logprobs"])
     assert len(list(policy.steps())) == 6
+
+
+@pytest.mark.parametrize(
+    "how, weights", [("none", [1, 1, 1, 1]), ("truncated", [2, 1, 1, 2]), ("masked", [0, 1, 1, 0])]
+)
+def test_the_verification_has_the_bases_importance_weights(make_batch, how, weights):
+    """Weights e, 1, 1, e^2 of tokens with attributions 1, 1, -1, -1; the cap is 2. Without a clip the gradient is phi
+    times that of the base's own loss: (1 / 2) (1 / 2) w a per token."""
+    names = {"old_logprobs": [-1.0] * 4, "rollout_logprobs": [-2.0, -1, -1, -3]}
+    batch = make_batch([2, 2], [0, 0], [1, 0], **names)
+    batches = [batch.with_scalars(sampled_reward_sum=mu * 2, sampled_count=2.0) for mu in (0.2, 0.3, 0.4)]
+    base = made("grpo", kl_coefficient=0.0, importance=how)
+    outer = pipo(dynamic(base), window=2, xi_max=2)
+    gradients = []
+    for update in run(outer, batches)[2].updates:
+        (mini_batch,) = update.steps()
+        outputs = {name: torch.full((4,), -1.0, requires_grad=True) for name in ("logprobs", "entropy")}
+        update.loss(outputs, mini_batch).mean(counts(mini_batch)).backward()
+        gradients.append((-4 * update.scale * outputs["logprobs"].grad).tolist())
+    wanted = [w * a for w, a in zip(weights, (1, 1, -1, -1), strict=True)]
+    assert gradients[0] == pytest.approx([2 * each for each in wanted]) and gradients[1] == pytest.approx(wanted)
 
 
 def test_responses_without_an_attribution_have_no_gradient(make_batch):
