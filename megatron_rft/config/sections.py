@@ -196,7 +196,7 @@ class Batching(Section):
     skip_zero_advantages: AutoOrOff = "auto"
     """auto: training does not compute responses whose advantages are all zero, such as those of a group with equal
     rewards, if their loss has no other part with a gradient. They count in every denominator, so the gradient is the
-    same. off: training computes all responses."""
+    same. off, or with megatron.moe_router_bias_update_rate: training computes all responses."""
     logprob_block_mib: Count = 64
     """Size of the block in which logits are computed; one block exists at a time. Large ones suit GPUs, such as 256."""
 

@@ -145,7 +145,8 @@ class Models:
 
     @property
     def skips_zero_advantages(self) -> bool:
-        return self.actor.batching.skip_zero_advantages == "auto"
+        """Not while router biases move: they balance the experts over the whole batch."""
+        return self.actor.batching.skip_zero_advantages == "auto" and not self.actor.bias_update_rate
 
     def step(
         self, update: Update, batch: Batch, counts: dict[str, float], second: Second | None = None

@@ -20,6 +20,7 @@ def test_moved_biases(tmp_path):
     recipe = write_recipe(
         tmp_path,
         run={"steps": 4},
+        algorithm={"kl_coefficient": 0.0},
         megatron={"moe_router_bias_update_rate": RATE},
         rollout={"placement": "process", "replay_routes": "off"},
     )
@@ -33,6 +34,7 @@ def test_moved_biases(tmp_path):
     assert "resumed after step 2" in output
     for run in (tmp_path / "run", out):
         assert max(line["mismatch/kl"] for line in metrics(run)[1:]) < 1e-6
+        assert all(line["policy/computed_share"] == 1 for line in metrics(run)[1:]), "responses are left out"
 
     assert main(["convert", str(out), str(tmp_path / "converted")]) == 0
     folders = [tmp_path / "run/export", out / "export", tmp_path / "converted"]
