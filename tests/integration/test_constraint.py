@@ -97,3 +97,5 @@ def test_with_eta_0_training_is_unchanged(recipe):
     plain, measured = (numbers(path.parent / "run") for path in paths)
     assert all(line.items() <= other.items() for line, other in zip(plain, measured, strict=True))
     assert any(line.get("constraint/improved") for line in measured)
+    found = [line.get("constraint/cross_entropy", 0) > 0 for line in measured]
+    assert found == [line.get("constraint/pairs", 0) > 0 for line in measured]

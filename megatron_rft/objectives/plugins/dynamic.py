@@ -9,7 +9,7 @@
 
 The sampler puts the pairs into `Batch.refined_ids`, empty for a response without one. In mode loss the refined
 responses join the policy's mini-batches with the sampled ones of their group; the base's loss and counts exclude them.
-Without pairs, or with eta 0, the base's updates are returned unchanged.
+Without pairs, or with eta 0, the base's updates are returned unchanged. The cross entropy of pairs is always logged.
 """
 
 from dataclasses import replace
@@ -115,12 +115,12 @@ class DynamicConstraint(Plugin):
 
     def __init__(self, base: PolicyObjective, options: DynamicOptions, setting: Setting = DEFAULT):
         super().__init__(base, options, setting)
-        self.eta, self.mode = options.eta or 0.0, options.mode or "loss"
+        self.eta, self.mode = options.eta, options.mode or "loss"
+        self.in_loss = options.eta > 0 and self.mode == "loss"
 
     @property
     def needs(self) -> frozenset[str]:
-        refined = {"refined_logprobs"} if self.mode == "reward" and self.eta else set()
-        return self.base.needs | refined
+        return self.base.needs if self.in_loss else self.base.needs | {"refined_logprobs"}
 
     def keep(self, batch: Batch) -> Tensor:
         """The base's choice; with `agreeing`, also the groups with a pair."""
@@ -136,13 +136,16 @@ class DynamicConstraint(Plugin):
         return self.base.improvement_attributions(self._penalised(batch))
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        if not self.eta or not has_pairs(batch):
+        if not has_pairs(batch):
             return self.base.prepare(batch, state)
-        if self.mode == "reward":
+        if not self.in_loss:
             penalised = self._penalised(batch)
             prepared = self.base.prepare(penalised, state)
-            mean = penalised.tokens["penalty"].sum().item() / len(batch)
-            return replace(prepared, metrics=prepared.metrics | {"reward/constraint_penalty": mean})
+            entropies = -batch.tokens["refined_logprobs"].double().sum() / constrained_lens(batch).sum()
+            metrics = {"constraint/cross_entropy": entropies.item()}
+            if "penalty" in penalised.tokens:
+                metrics["reward/constraint_penalty"] = penalised.tokens["penalty"].sum().item() / len(batch)
+            return replace(prepared, metrics=prepared.metrics | metrics)
         prepared = self.base.prepare(batch, state)
         updates = [self._constrained(update) if update.model == "actor" else update for update in prepared.updates]
         return replace(prepared, updates=updates)
