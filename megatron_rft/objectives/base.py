@@ -119,7 +119,8 @@ class Update:
     """Optimizer steps of one model on one batch: `epochs` passes over `mini_batches` parts of about equal size.
 
     batch.sequences["no_gradient"], if present, marks sequences on which `loss` has a gradient of zero. They count in
-    the denominators, but the trainer may leave them out (`with_gradient`).
+    the denominators, but the trainer may leave them out (`with_gradient`). With `idle` no step is made if all are
+    marked: Adam's momentum would move the weights even with a zero gradient.
 
     parts: name of the metric for the gradient norm of a part of the loss -> what restricts a loss to that part.
     """
@@ -137,6 +138,7 @@ class Update:
     moments: str = "own"  # the optimizer's moments for these steps: the model's own, or a separate named set
     parts: dict[str, Callable[[LossFunction], LossFunction]] = field(default_factory=dict)
     scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
+    idle: bool = False
 
     def computed(self, mini_batch: Batch, skip: bool = False) -> tuple[Batch, dict[str, float]]:
         """The sequences to compute, with `skip` only those with a gradient, and the counts: of the whole mini-batch,
@@ -157,7 +159,8 @@ class Update:
         count = len(groups)
         trained = torch.zeros(count).index_add_(0, group_of, trained_tokens(self.batch))
         batch = self.batch.with_sequences(group_tokens=trained[group_of])
-        for _ in range(self.epochs if count else 0):
+        unmarked = ~batch.sequences.get("no_gradient", torch.zeros(len(batch), dtype=torch.bool))
+        for _ in range(self.epochs if unmarked.any() or (count and not self.idle) else 0):
             for part in torch.arange(count).tensor_split(min(self.mini_batches, count)):
                 yield batch.select(torch.isin(group_of, part))
 

@@ -153,6 +153,7 @@ class PolicyGradient(PolicyObjective):
             mini_batches=self.setting.mini_batches,
             epochs=self.options.epochs,
             second=SecondDistribution("reference") if exact else None,
+            idle=not self.keep(batch).any(),
         )
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:

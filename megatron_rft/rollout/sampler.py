@@ -141,7 +141,7 @@ class Sampler:
 
     def conclude(self, rounds: list[RoundResult], step: int) -> Sampled:
         """Build the batch of a step from its rounds of sampling: the groups that `keep` accepts; if there are none, the
-        whole last round, which has no training signal.
+        whole last round, whose rewards give no gradient.
 
         Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version
         that any response started with.

@@ -163,7 +163,7 @@ def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
 def underfilled_batch(metrics: dict[str, float], wanted: int, step: int) -> str:
     """The warning for a step whose sampling rounds ended before enough groups had unequal rewards."""
     kept, rounds = int(metrics["rollout/kept_groups"]), int(metrics["rollout/rounds"])
-    what = f"the step trains on these {kept}" if kept else "the last round is trained on as it is"
+    what = f"the step trains on these {kept}" if kept else "its rewards give no gradient"
     return f"step {step}: {kept} of {wanted} groups have unequal rewards after {rounds} rounds of sampling; {what}"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums, with_gradient, zero_sequences
 from megatron_rft.objectives.grpo import GRPO
-from tests.made import made
+from tests.made import distilled, dynamic, made, pipo
 
 
 def test_counts_by_hand(make_batch):
@@ -60,6 +60,27 @@ def test_responses_of_a_group_with_equal_rewards_have_no_gradient(make_batch, op
     (update,) = made("grpo", **options).prepare(batch, {}).updates
     found = update.batch.sequences.get("no_gradient")
     assert found is marked or found.tolist() == marked
+
+
+@pytest.mark.parametrize(
+    "objective, steps",
+    [
+        (made("dapo", kl_coefficient=0.0, mini_batches=2), 0),
+        (made("dapo", kl_coefficient=0.1, mini_batches=2), 2),
+        (made("dapo", kl_coefficient=0.0, entropy_coefficient=0.1), 1),
+        (made("dapo", kl_coefficient=0.0, filter_groups=False), 1),
+        (made("grpo", kl_coefficient=0.0), 1),
+        (distilled(made("dapo", kl_coefficient=0.0)), 1),
+        (dynamic(made("dapo", kl_coefficient=0.0), agreeing=True), 1),
+        (pipo(made("dapo", kl_coefficient=0.0)), 0),
+    ],
+)
+def test_no_step_without_a_kept_group_and_another_term(make_batch, objective, steps):
+    """Two groups of equal rewards; a refiner improved one response. Momentum alone would move the weights."""
+    named = dict.fromkeys(("old_logprobs", "ref_logprobs"), [-1.0] * 4)
+    batch = make_batch([1] * 4, [0, 0, 1, 1], [0, 0, 1, 1], **named).with_refined([[7], [], [], []])
+    batch = batch.with_scalars(sampled_reward_sum=2.0, sampled_count=4.0)
+    assert [len(list(update.steps())) for update in objective.prepare(batch, objective.init()).updates] == [steps]
 
 
 def test_a_loss_of_its_own_marks_nothing(make_batch):

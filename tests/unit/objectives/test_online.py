@@ -116,7 +116,7 @@ def one_step(objective, batch: Batch, outputs: dict, update: str = "policy") -> 
     """The update's loss with the batch as one mini-batch."""
     (found,) = [u for u in objective.prepare(batch, objective.init()).updates if u.name == update]
     losses = [found.loss(outputs, mini_batch).mean(counts(mini_batch)) for mini_batch in found.steps()]
-    return float(losses[0])
+    return float(losses[0]) if losses else 0.0  # dapo without a kept group
 
 
 @pytest.mark.parametrize("name", sorted(set(ONLINE) - set(loops.NAMES)))
