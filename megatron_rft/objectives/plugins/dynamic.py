@@ -129,6 +129,9 @@ class DynamicConstraint(Plugin):
             return kept
         return kept | torch.isin(batch.groups, batch.groups[constrained_lens(batch) > 0])
 
+    def trained(self, batch: Batch) -> Tensor:
+        return self.base.trained(batch) & self.base.keep(batch)
+
     def advantages(self, batch: Batch) -> Tensor:
         return self.base.advantages(self._penalised(batch))
 
@@ -146,9 +149,14 @@ class DynamicConstraint(Plugin):
             if "penalty" in penalised.tokens:
                 metrics["reward/constraint_penalty"] = penalised.tokens["penalty"].sum().item() / len(batch)
             return replace(prepared, metrics=prepared.metrics | metrics)
-        prepared = self.base.prepare(batch, state)
+        prepared = self.base.prepare(self._of_base(batch), state)
         updates = [self._constrained(update) if update.model == "actor" else update for update in prepared.updates]
         return replace(prepared, updates=updates)
+
+    def _of_base(self, batch: Batch) -> Batch:
+        """The batch with mask 0 on groups that the base leaves out, if it keeps others: its loss counts none."""
+        kept = self.base.keep(batch)
+        return batch.with_tokens(response_mask=batch.response_mask * kept[batch.sequence_ids]) if kept.any() else batch
 
     def _penalised(self, batch: Batch) -> Batch:
         """In mode reward: the batch with tokens["penalty"] [R]."""
@@ -164,9 +172,11 @@ class DynamicConstraint(Plugin):
         each_step = int(batch.tokens["refined_mask"].sum()) / min(update.mini_batches, len(batch.groups.unique()))
 
         def counts(mini_batch: Batch) -> dict[str, float]:
-            base = update.counts(sampled_only(mini_batch)[0])
+            sampled = sampled_only(mini_batch)[0]
+            base = update.counts(sampled)
             number = max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)
-            constrained = base["sequences"] if self.options.per == "responses" else number
+            responses = max(float((sampled.response_lens > 0).sum()), 1.0)
+            constrained = responses if self.options.per == "responses" else number
             # refined_tokens is the mean per mini-batch, so one without pairs does not lower the step's cross-entropy
             return base | {"constrained": constrained, "refined_tokens": each_step}
 

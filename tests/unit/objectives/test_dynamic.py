@@ -167,6 +167,27 @@ def test_a_group_that_agrees_is_trained_on_its_pairs_alone(batch):
     assert made("dapo", filter_groups=False).advantages(nothing_kept)[first].any()
 
 
+@pytest.mark.parametrize("aggregation", ["group_mean", "token_mean", "sequence_mean"])
+def test_a_group_that_agrees_does_not_dilute_the_base(batch, aggregation):
+    """The base's loss, with its KL, is that of the second group alone, of 6 tokens. The pair's divisor is all six
+    responses. PIPO verifies the second group alone."""
+    given = batch.with_sequences(rewards=torch.tensor([0.0, 0, 0, 1, 0, 0])).with_refined([[70], [], [], [], [], []])
+    base = made("dapo", aggregation=aggregation, kl_coefficient=0.1)
+    objective = dynamic(base, eta=0.6, agreeing=True)
+    assert objective.trained(given).tolist() == [False] * 3 + [True] * 3
+    update, alone = policy(objective, given), policy(base, given.select(torch.arange(3, 6)))
+    (mini_batch,), (plain,) = update.steps(), alone.steps()
+    found = update.counts(mini_batch)
+    assert [found[name] for name in ("response_tokens", "sequences", "groups", "constrained")] == [6, 3, 1, 6]
+    out = outputs(mini_batch)
+    update.loss(out, mini_batch).mean(found).backward()
+    own = {name: value.detach()[9:15].clone().requires_grad_() for name, value in out.items()}
+    alone.loss(own, plain).mean(counts(plain)).backward()
+    gradient = out["logprobs"].grad
+    assert gradient[:9].tolist() == [0] * 9 and gradient[15:].tolist() == pytest.approx([-0.1])
+    torch.testing.assert_close(gradient[9:15], own["logprobs"].grad)
+
+
 def test_refined_rows_spoil_nothing_however_unlikely(batch):
     """A log-prob of -200 with a reference's placeholder of 0 would be infinite in k3."""
     update = policy(dynamic(made("grpo", kl_coefficient=0.1), eta=1.0), batch)
