@@ -13,7 +13,13 @@ from torch import Tensor
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.advantages import degenerate, overlong_penalty
 from megatron_rft.objectives.grpo import GRPO
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, segment_ids
+
+
+def longest_segment(batch: Batch) -> Tensor:
+    """[B] tokens of each response, of an episode those of its longest segment: the limit is that of one segment."""
+    lengths, segments = batch.by_segment()[0].lengths, segment_ids(batch.segment_counts)
+    return torch.zeros_like(batch.prompt_lens).scatter_reduce(0, segments, lengths, "amax") - batch.prompt_lens
 
 
 class DAPO(GRPO):
@@ -34,5 +40,5 @@ class DAPO(GRPO):
     def _penalty(self, batch: Batch) -> Tensor:
         if not self.options.overlong_buffer:
             return torch.zeros(len(batch))
-        shape = overlong_penalty(batch.response_lens, self.setting.max_response_tokens, self.options.overlong_buffer)
+        shape = overlong_penalty(longest_segment(batch), self.setting.max_response_tokens, self.options.overlong_buffer)
         return self.options.overlong_coefficient * shape

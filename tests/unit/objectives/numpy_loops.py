@@ -2,7 +2,8 @@
 nothing of the package, so that a mistake is not repeated.
 
 A batch is a list of sequences, each a dict with group, reward and, per token, lists: mask, logp, old, ref, rollout,
-entropy, value, kl (exact). `terms` of a loss are weights times means over a mini-batch.
+entropy, value, kl (exact); an episode's `longest` is the length of its longest segment. `terms` of a loss are weights
+times means over a mini-batch.
 """
 
 import math
@@ -47,7 +48,7 @@ def shaped(sequence: dict, o: dict) -> float:
     reward = sequence["reward"]
     if o.get("overlong_buffer"):
         start = o["max_response_tokens"] - o["overlong_buffer"]
-        length = len(sequence["mask"])
+        length = sequence.get("longest", len(sequence["mask"]))
         if length > start:
             reward -= o["overlong_coefficient"] * min(1.0, (length - start) / o["overlong_buffer"])
     return reward

@@ -19,7 +19,7 @@ from tests.unit.objectives.test_online import TOKENS, everything
 OUTPUTS = {"logp": "logprobs", "entropy": "entropy", "kl": "reverse_kl", "value": "values"}
 OPTIONS = {
     "grpo": {"kl_coefficient": 0.1, "aggregation": "group_mean"},
-    "dapo": {"overlong_buffer": 12, "max_response_tokens": 30, "filter_groups": False},
+    "dapo": {"overlong_buffer": 12, "max_response_tokens": 14, "filter_groups": False},
     "rloo": {"kl_coefficient": 0.1, "aggregation": "sequence_mean"},  # the KL is in the reward
     "reinforce_plus_plus": {"gamma": 0.9, "kl_coefficient": 0.1},
     "ppo": {"gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1},
@@ -67,10 +67,13 @@ def made_case() -> tuple[Batch, list[dict], torch.Tensor]:
         for i, (group, response, reward) in enumerate(zip(GROUPS, played, REWARDS, strict=True))
     ]
     batch, rows = to_batch(rollouts), []
-    for (_, logprobs, read), reward, group in zip(map(sampled, played), REWARDS, GROUPS, strict=True):
+    for response, reward, group in zip(played, REWARDS, GROUPS, strict=True):
+        _, logprobs, read = sampled(response)
+        parts = (*response.segments, response)
+        longest = max(len(part.prompt_ids) + len(part.token_ids) for part in parts) - len(parts[0].prompt_ids)
         rollout = np.array([*logprobs, *[0.0] * (read - len(logprobs))])
         old, mask = rollout + 0.1 * random.normal(size=read), (np.arange(read) < len(logprobs)).astype(float)
-        row = {"group": group, "reward": reward, "mask": mask, "rollout": rollout, "old": old}
+        row = {"group": group, "reward": reward, "mask": mask, "rollout": rollout, "old": old, "longest": longest}
         row |= {"logp": old + random.uniform(-0.3, 0.3, read), "ref": old + random.normal(size=read)}
         row |= {"entropy": random.uniform(0, 2, read), "value": random.normal(size=read)}
         rows.append(row | {"kl": random.uniform(0, 1, read)})
