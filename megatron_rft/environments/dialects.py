@@ -122,8 +122,9 @@ def message_events(whole: dict, body: dict) -> Iterable[Event]:
 
 
 def anthropic_error(refused: Any) -> dict[str, Any]:
-    kind = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}.get(refused.status)
-    return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": str(refused)}}
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+    kind = kinds.get(refused.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 
 
 # ---- OpenAI's /v1/responses, as far as codex needs it

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,8 @@ class Endpoint:
                 body = json.loads(raw)
                 asked = dialect.asked(body)
                 messages = [plain(message) for message in asked["messages"]]
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                check_values(body, asked.get("tools") or [])
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
             reply = self._reply(episode, request, raw, asked, messages)
             reply.waiting.append(request)
@@ -225,15 +227,42 @@ class Endpoint:
             await answer.write(b": keep-alive\n\n")
             done, _ = await asyncio.wait([reply.task], timeout=KEEP_ALIVE_S)
         try:
-            events = dialect.events(reply.task.result(), body)
-        except Refused as error:
-            events = [(None, dialect.error(error))]
+            events = list(dialect.events(reply.task.result(), body))
+        except Exception as error:
+            events = [(None, dialect.error(refusal(error)))]
         for name, event in events:
             line = f"event: {name}\n" if name else ""
             await answer.write(f"{line}data: {json.dumps(event)}\n\n".encode())
         if dialect is dialects.CHAT:
             await answer.write(b"data: [DONE]\n\n")
         return answer
+
+
+def check_values(body: dict, tools: list) -> None:
+    """Raise ValueError for what cannot be used."""
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
+        if (value := body.get(name)) is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a whole number from 1 on, or absent, not {value!r:.40}")
+    for name in ("stop", "stop_sequences"):
+        texts = [given] if isinstance(given := body.get(name) or [], str) else given
+        if not (isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)):
+            raise ValueError(f"{name} must be a text or a list of texts, none of them empty, not {given!r:.40}")
+    for place, tool in enumerate(tools):
+        match tool:
+            case {"function": {"name": str(name), **about}} if name and tool.get("type", "function") == "function":
+                schema = about.get("parameters") or {}
+                if isinstance(schema, dict) and isinstance(schema.get("properties") or {}, dict):
+                    continue
+        what = "a function with a name, whose parameters and their properties are objects"
+        raise ValueError(f"tools[{place}] must be {what}, not {tool!r:.80}")
+
+
+def refusal(error: Exception) -> Refused:
+    """The answer to a request that caused an error. It ends nothing else."""
+    if isinstance(error, Refused):
+        return error
+    traceback.print_exception(error)
+    return Refused(500, f"the request failed: {type(error).__name__}: {error}", "server_error")
 
 
 def logprob(text: str, value: float) -> dict[str, Any]:
@@ -249,12 +278,12 @@ async def as_errors(request: web.Request, handler: Callable) -> web.StreamRespon
     dialect = dialects.DIALECTS.get(request.path, dialects.CHAT)
     try:
         return await handler(request)
-    except Refused as error:
-        refused = error
     except web.HTTPException as error:
         refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request")
     except ConnectionResetError:  # the client has given up
         return web.Response(status=499)
+    except Exception as error:
+        refused = refusal(error)
     with contextlib.suppress(ConnectionResetError):
         return web.json_response(dialect.error(refused), status=refused.status)
     return web.Response(status=499)

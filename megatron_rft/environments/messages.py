@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.records import Response
-from megatron_rft.rewards.tools.calls import MARKERS, Call, Malformed, tool_calls
+from megatron_rft.rewards.tools.calls import MARKERS, Call, tool_calls
 
 END_OF_THOUGHT = "</think>"
 
@@ -47,7 +47,7 @@ class Spoken:
         try:
             properties = {name: schema.get("properties") or {} for name, schema in described.items()}
             calls = tool_calls(self._decode(ids, special=True), properties)
-        except (Malformed, RecursionError):
+        except Exception:  # also where a tool is described otherwise than any standard has it
             return []
         return calls if any(call.name in described for call in calls) else []
 

@@ -120,12 +120,16 @@ class ProgramEpisode:
         """Open requests for `n` turns. Raises Refused."""
         parent, said = self.tree.place(messages, tools)
         try:
+            json.dumps([said, tools], ensure_ascii=False).encode()
             template = self.world.template
             ids = template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools)
             own, images = parent and parent.images, seen(said, self._problem.images)
             between, images = tuple(filled(ids, images)), joined(own, images)
         except DataError as error:
             raise Refused(400, str(error), "invalid_messages") from None
+        except UnicodeEncodeError as error:
+            what = f"messages or tools have half of a surrogate pair, {error.object[error.start]!r}: remove it"
+            raise Refused(400, what, "invalid_messages") from None
         prompt = (*(parent.tokens if parent else ()), *between)
         room = len(self.request.prompt_ids) + self.longest - len(prompt)
         if room < 1:

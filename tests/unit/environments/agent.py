@@ -128,6 +128,58 @@ def refused() -> None:
     Path("refused.json").write_text(json.dumps(found))
 
 
+UNUSABLE = {
+    "/chat/completions": [
+        *[(name, {name: value}) for name in ("max_tokens", "n") for value in (-1, 0, 4.0, "4", True)],
+        ("max_completion_tokens", {"max_completion_tokens": -1}),
+        *[("stop", {"stop": value}) for value in ([None], 5, [""], {"a": 1})],
+        ("tools[1]", {"tools": [*TOOLS, {"type": "custom", "custom": {"name": "patch"}}]}),
+        ("tools[0]", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
+        ("tools[0]", {"tools": [{"type": "function", "function": {"parameters": {}}}]}),
+        ("tools[0]", {"tools": [{"type": "function", "function": {"name": "f", "parameters": "a text"}}]}),
+        ("tools[0]", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}]}),
+        ("tools[0]", {"tools": ["add"]}),
+        ("tools", {"tools": [TOOLS[0] | {"function": {"name": "f", "description": "\ud800"}}]}),
+        ("messages", {"messages": [user("half \ud800")]}),
+    ],
+    "/messages": [
+        *[("max_tokens", {"max_tokens": value}) for value in (-1, 0, 4.0, "4", True)],
+        *[("stop_sequences", {"stop_sequences": value}) for value in ([None], 5, [""])],
+        ("tools[0]", {"tools": [{"name": "add", "input_schema": "a text"}]}),
+        ("tools[0]", {"tools": [{"name": None, "input_schema": {}}]}),
+        ("messages", {"messages": [user("half \ud800")]}),
+    ],
+    "/responses": [
+        *[("max_output_tokens", {"max_output_tokens": value}) for value in (-1, 0, 4.0, "4", True)],
+        ("tools[0]", {"tools": [{"type": "function", "name": "add", "parameters": {"properties": ["a"]}}]}),
+        ("messages", {"input": "half \ud800"}),
+    ],
+}
+
+
+def unusable() -> None:
+    """Writes what it is told about each value that cannot be used. It is not asked again about any of them."""
+    found = []
+    for path, cases in UNUSABLE.items():
+        for name, more in cases:
+            try:
+                post({"messages": [user("hi")], "input": "hi", "max_tokens": 9} | more, path=path)
+                found.append([path, name, 200, "", "", str(more)])
+            except urllib.error.HTTPError as error:
+                told = json.load(error)
+                found.append(
+                    [path, name, error.code, told.get("type"), told["error"]["type"], told["error"]["message"]]
+                )
+    nested = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    request = urllib.request.Request(URL + "/chat/completions", nested, {"Authorization": f"Bearer {KEY}"})
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        found.append(["nested", "RecursionError", error.code, None, *list(json.load(error)["error"].values())[1::-1]])
+    post({"messages": [user("hi")], "max_tokens": None, "n": None, "stop": None, "tools": None})
+    Path("unusable.json").write_text(json.dumps(found))
+
+
 def waits() -> None:
     """Reads a stream line by line while the policy takes its time."""
     body = json.dumps({"messages": [user("hi")], "stream": True}).encode()

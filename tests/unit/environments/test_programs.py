@@ -2,6 +2,7 @@
 of one segment, and nothing of a program stays."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from tests.unit.inference.tiny import CONFIGS, build_engine, build_model
 from tools.bench.programs import byte_tokenizer
 
 pytest.importorskip("aiohttp")
-from megatron_rft.environments import endpoint  # noqa: E402
+from megatron_rft.environments import dialects, endpoint  # noqa: E402
 from megatron_rft.environments.program import KEPT, ProgramEpisode  # noqa: E402
 from megatron_rft.environments.programs import Programs  # noqa: E402
 from megatron_rft.environments.script import scripted  # noqa: E402
@@ -391,6 +392,28 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
     log = capsys.readouterr().out
     assert log.count("temperature=0.0; the recipe's sampling counts") == 1
     assert log.count("a program's request was refused: This model's maximum context length is") == 1
+
+
+def test_values_that_cannot_be_used_are_refused_and_end_nothing_else(play, chat_engine, tokenizer):
+    (response,) = only(play("unusable", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    found = json.loads(json.loads(response.score.reason)["files"]["unusable.json"])
+    assert len(found) > 30 and len(turns_of(response)) == 1, response.score
+    for path, name, status, form, kind, message in found:
+        assert (status, kind) == (400, "invalid_request_error") and name in message, (path, name, message)
+        assert form == ("error" if path == "/messages" else None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_in_an_answer_is_told_to_its_client_alone(play, chat_engine, tokenizer, monkeypatch, stream, capsys):
+    name = "events" if stream else "whole"
+    broken = dataclasses.replace(dialects.CHAT, **{name: lambda whole, body: whole["a bug"]})
+    monkeypatch.setitem(dialects.DIALECTS, "/v1/chat/completions", broken)
+    (response,) = only(play("waits" if stream else "once", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    about = json.loads(response.score.reason)
+    if stream:
+        assert "the request failed: KeyError: 'a bug'" in about["files"]["lines.txt"] and about["status"] == 0
+    assert about["status"] == (0 if stream else 1) and len(turns_of(response)) == 1
+    assert "KeyError: 'a bug'" in capsys.readouterr().err
 
 
 def test_a_stream_is_kept_alive_while_the_policy_takes_its_time(play, chat_engine, tokenizer, monkeypatch):
