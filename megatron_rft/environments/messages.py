@@ -7,7 +7,8 @@ from typing import Any
 from megatron_rft.records import Response
 from megatron_rft.rewards.tools.calls import MARKERS, Call, tool_calls
 
-END_OF_THOUGHT = "</think>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+LAST = 16  # tokens of a prompt, which have the beginning of a thought that the template has opened
 
 
 @dataclass(frozen=True)
@@ -17,18 +18,22 @@ class Spoken:
     tokenizer: Any
     stops: tuple[int, ...]
 
-    def message(self, sampled: Response, tools: Any, stop: list[str], id: str) -> tuple[dict[str, Any], Response]:
-        """The message, and the turn, which ends with the token that completes one of the texts `stop`."""
+    def message(
+        self, prompt: tuple[int, ...], sampled: Response, tools: Any, stop: list[str], id: str
+    ) -> tuple[dict[str, Any], Response]:
+        """The message, and the turn, which ends with the token that completes one of the texts `stop`. What follows an
+        opened thought that is not closed is no answer, and no calls."""
         sampled = self._cut(sampled, stop)
         ids = list(sampled.token_ids)
         text = self._decode(ids)
         text = text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
         thought, ended, said = text.rpartition(END_OF_THOUGHT)
-        if not ended and text.startswith("<think>"):
-            thought, said = text, ""
-        message: dict[str, Any] = {"role": "assistant", "content": said.lstrip("\n") if thought else text}
+        opened = text.startswith(THOUGHT) or self.tokenizer.decode(prompt[-LAST:]).rstrip().endswith(THOUGHT)
+        if opened and not ended:
+            thought, said, tools = text, "", None
+        message: dict[str, Any] = {"role": "assistant", "content": said.lstrip("\n") if ended else said}
         if thought:
-            message["reasoning_content"] = thought.removeprefix("<think>").strip()
+            message["reasoning_content"] = thought.removeprefix(THOUGHT).strip()
         if calls := self._calls(ids, tools):
             marker = MARKERS.search(message["content"])
             message["content"] = message["content"][: marker.start() if marker else 0].strip() or None

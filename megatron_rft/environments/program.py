@@ -227,7 +227,7 @@ class ProgramEpisode:
 
     def give(self, ask: Ask, sampled: Response) -> None:
         """Record a turn, and answer the request with it."""
-        message, sampled = self.world.spoken.message(sampled, ask.tools, ask.stop, str(ask.number))
+        message, sampled = self.world.spoken.message(ask.prompt, sampled, ask.tools, ask.stop, str(ask.number))
         with self.changed:
             if ask not in self.open:  # the episode has ended
                 return
