@@ -235,7 +235,8 @@ class ProgramEpisode:
             said = plain(ask.said) if ask.parent else ""
             turn = PolicyTurn(ask.parent, ask.between, said, sampled, ask.number, ask.images)
             self.tree.add(turn, ask.messages, message, ask.tools)
-            self.conversation = [*ask.messages, message]
+            if turn is max(self.tree.turns, key=lambda each: each.number):
+                self.conversation = [*ask.messages, message]
             self.open.remove(ask)
             self.unsent, self.busy = self.unsent + 1, None
             self.since = self.arrived = time.monotonic()

@@ -64,6 +64,10 @@ def agent() -> None:
     Path("result.txt").write_text("done")
 
 
+def several() -> None:
+    post({"messages": [user("several")], "n": 4})
+
+
 def fails() -> None:
     once()
     print("some output")

@@ -251,6 +251,28 @@ def test_the_score_sees_how_the_program_ended(play, chat_engine, tokenizer):
     assert plain.score is None, "the recipe's reward judges the last turn"
 
 
+def test_the_score_sees_the_turn_that_was_sampled_last(play, chat_engine, tokenizer, monkeypatch):
+    """Answers come in any order: here that to the last turn is the first."""
+    give, late = ProgramEpisode.give, []
+
+    def given(self, ask, turn):
+        if ask.number < 3:
+            late.append((ask, turn))
+        else:
+            give(self, ask, turn)
+            while len(late) < 3:  # threads give them
+                time.sleep(0.01)
+            for each in late:
+                give(self, *each)
+
+    monkeypatch.setattr(ProgramEpisode, "give", given)
+    (response,) = only(play("several", chat_engine, score=f"{GRADERS}:files"), tokenizer)
+    last = json.loads(response.score.reason)["last"]["content"]
+    first, end, _ = response.turns[-1]
+    ids = [id for id in response.token_ids[first:end] if id not in stops(tokenizer)]
+    assert len(turns_of(response)) == 4 and tokenizer.decode(ids).removesuffix("<|im_end|>") == last
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
