@@ -142,7 +142,6 @@ class Endpoint:
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
             reply = self._reply(episode, request, raw, asked, messages)
-            reply.waiting.append(request)
             try:
                 answer = await (self._stream if body.get("stream") else self._whole)(request, reply, dialect, body)
                 await answer.write_eof()
@@ -156,14 +155,15 @@ class Endpoint:
         return handle
 
     def _reply(self, episode: ProgramEpisode, request: web.Request, raw: bytes, asked: dict, messages: list) -> Reply:
-        """A client says that it tries again, or it asks what another has asked and then left."""
+        """That of a client which asked the same and then left, or which has named its request the same."""
         named = request.headers.get("idempotency-key")
-        again = bool(named) or request.headers.get("x-stainless-retry-count", "0") != "0"
-        key = named or hashlib.blake2b(raw, digest_size=16).hexdigest()
-        reply = episode.jobs.get(key)
-        if reply is None or reply.failed or not (again or reply.abandoned):
-            reply = episode.jobs[key] = Reply(self.loop.create_task(self._answered(episode, asked, messages)))
+        replies = episode.jobs[named or hashlib.blake2b(raw, digest_size=16).hexdigest()]
+        reply = next((each for each in replies if not each.failed and (named or each.abandoned)), None)
+        if reply is None:
+            reply = Reply(self.loop.create_task(self._answered(episode, asked, messages)))
             reply.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
+            replies.append(reply)
+        reply.waiting.append(request)
         return reply
 
     async def _answered(self, episode: ProgramEpisode, asked: dict, messages: list) -> dict[str, Any]:
@@ -284,6 +284,4 @@ async def as_errors(request: web.Request, handler: Callable) -> web.StreamRespon
         return web.Response(status=499)
     except Exception as error:
         refused = refusal(error)
-    with contextlib.suppress(ConnectionResetError):
-        return web.json_response(dialect.error(refused), status=refused.status)
-    return web.Response(status=499)
+    return web.json_response(dialect.error(refused), status=refused.status)

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +90,7 @@ class ProgramEpisode:
 
     def __init__(self, world: World, request: Request, sample: int, longest: int, grader: EpisodeEnvironment | None):
         self.world, self.request, self.sample, self.longest, self.grader = world, request, sample, longest, grader
-        self.secret, self.tree, self.jobs = secrets.token_urlsafe(24), Tree(), {}
+        self.secret, self.tree, self.jobs = secrets.token_urlsafe(24), Tree(), defaultdict(list)  # of endpoint.py
         self.response = Response((), (), "", -1)
         self.key, self.calls = "", {}  # of kept.py: what was asked -> a checksum of what was sampled
         self.open: list[Ask] = []

@@ -205,6 +205,31 @@ def retries() -> None:
     post({"messages": [user("question 1")]})  # a question of its own: the first one was answered
 
 
+def retries_of_several() -> None:
+    """Three clients that ask the same and give up, and a fourth that stays. Each of the three asks again."""
+    body, url = json.dumps({"messages": [user("same")]}), urlsplit(URL)
+    connections = [http.client.HTTPConnection(url.netloc) for _ in range(4)]
+    for connection in connections:
+        connection.request("POST", url.path + "/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+    while not Path("asked").exists():  # the test writes it when the engine is asked
+        time.sleep(0.01)
+    for connection in connections[:3]:
+        connection.close()
+    ids = []
+
+    def again() -> None:
+        ids.append(post(json.loads(body), patient="1", **{"x-stainless-retry-count": "1"})["id"])
+
+    threads = [threading.Thread(target=again) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ids.append(json.load(connections[3].getresponse())["id"])
+    named = [post(json.loads(body), **{"idempotency-key": "one"})["id"] for _ in range(2)]
+    Path("ids.json").write_text(json.dumps([ids, named]))
+
+
 def openai_client() -> None:
     """Openai's own client, with its helpers."""
     import asyncio

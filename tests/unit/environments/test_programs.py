@@ -458,6 +458,32 @@ def test_a_stream_is_kept_alive_while_the_policy_takes_its_time(play, chat_engin
     assert 3 <= sum(alive) == alive.index(False) and lines[-2] == "data: [DONE]", lines
 
 
+def patient(episode) -> int:
+    """How many clients wait that say that they do."""
+    open = [reply for replies in list(episode.jobs.values()) for reply in replies if not reply.task.done()]
+    return sum("patient" in request.headers for reply in open for request in reply.waiting)
+
+
+def test_each_of_several_equal_requests_has_a_retry_of_its_own(play, chat_engine, tokenizer):
+    player = play("retries_of_several", chat_engine, score=f"{GRADERS}:files")
+    generate, waves = chat_engine.generate, []
+
+    def slow(wave, given):
+        waves.append(len(wave))
+        (episode,) = player.world.endpoint.episodes.values()
+        while len(waves) == 1 and sum(map(len, list(episode.jobs.values()))) < 4:
+            time.sleep(0.01)
+        (episode.folder / "work/asked").write_text("yes")
+        while len(waves) == 1 and not episode.exited and patient(episode) < 3:
+            time.sleep(0.01)
+        yield from generate(wave, given)
+
+    chat_engine.generate = slow
+    (response,) = only(player, tokenizer)
+    ids, named = json.loads(json.loads(response.score.reason)["files"]["ids.json"])
+    assert len({*ids}) == 4 and len({*named}) == 1 and len(turns_of(response)) == 5
+
+
 def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
     player, generate, calls = play("retries", chat_engine), chat_engine.generate, []
 
@@ -467,8 +493,7 @@ def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
         (episode.folder / "work" / f"asked_{len(calls)}").write_text("yes")
 
         def retried() -> bool:
-            waiting = [reply.waiting for reply in list(episode.jobs.values()) if not reply.task.done()]
-            return any("patient" in request.headers for each in waiting for request in each)
+            return patient(episode) > 0
 
         while len(calls) < 3 and not (episode.exited or retried()):
             time.sleep(0.01)
