@@ -303,9 +303,11 @@ class Episodes(Engine):
             episode.set(finish_reason="abort", score=Score(0.0, error=f"{where}: {error}"))
 
 
-def turn_seed(request: Request, sample: int, prompt: Sequence[int], occurrence: int = 0) -> int:
-    """The seed of a turn of an episode. It depends on its prompt, and on how often the episode has asked for that."""
-    return request_seed(request.seed, sample, "turn", hashlib.blake2b(array("q", prompt)).hexdigest(), occurrence)
+def turn_seed(request: Request, sample: int, prompt: Sequence[int], occurrence: int = 0, *images: str) -> int:
+    """The seed of a turn of an episode. It depends on its prompt, on how often the episode has asked for that, and on
+    a digest of its images, if there are any."""
+    asked = hashlib.blake2b(array("q", prompt)).hexdigest()
+    return request_seed(request.seed, sample, "turn", asked, occurrence, *images)
 
 
 def ended(groups: list[list[Any]]) -> Iterator[Group]:

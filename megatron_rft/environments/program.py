@@ -94,7 +94,7 @@ class ProgramEpisode:
         self.response = Response((), (), "", -1)
         self.key, self.calls = "", {}  # of kept.py: what was asked -> a checksum of what was sampled
         self.open: list[Ask] = []
-        self.asked: Counter[tuple[int, ...]] = Counter()  # prompts
+        self.asked: Counter[tuple] = Counter()  # prompts, with a digest of their images
         self.turns = self.segments = self.numbers = 0
         self.followed: set[PolicyTurn] = set()  # turns that a request has continued
         self.conversation: list[Message] = []
@@ -138,9 +138,11 @@ class ProgramEpisode:
         limit = min(filter(None, (room, self.world.options.turn_tokens, most)))
         with self.changed:
             self._count(parent, n)
-            first, self.asked[prompt] = self.asked[prompt], self.asked[prompt] + n
+            digest = [images.digest] if images else []
+            first = self.asked[prompt, *digest]
+            self.asked[prompt, *digest] += n
             places = range(first, first + n)
-            seeds = [turn_seed(self.request, self.sample, prompt, place) for place in places]
+            seeds = [turn_seed(self.request, self.sample, prompt, place, *digest) for place in places]
             given = (messages, tools, parent, said, images, between, prompt)
             asks = [Ask(self, *given, *each, limit, stop) for each in zip(places, seeds, strict=True)]
             self._tick()

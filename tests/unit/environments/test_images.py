@@ -1,9 +1,11 @@
 """Episodes that show images: the engine's numbers are the trainer's, and those of what was shown."""
 
+import base64
 import io
 import sys
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -15,10 +17,12 @@ from megatron_rft.conversion.folder import load_config
 from megatron_rft.data.images import PromptImages
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat
-from megatron_rft.environments.player import Episodes
+from megatron_rft.environments.player import Episodes, turn_seed
 from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.program import ProgramEpisode
 from megatron_rft.environments.programs import Programs
 from megatron_rft.environments.template import Template
+from megatron_rft.environments.turns import plain
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.megatron import parallel
@@ -197,3 +201,25 @@ def test_an_image_that_cannot_be_shown_costs_its_episode(made, kind, reads, mess
             heard = any("cut off" not in said for said in response.said)
             assert (response.finish_reason == "abort") == (response.score is not None), response
             assert not heard or message in response.score.error, response
+
+
+def test_a_turns_seed_depends_on_its_images_and_not_on_the_order_of_requests(made):
+    _, (_, bare), *_ = made
+    world = SimpleNamespace(options=Program(kind="program", command=["x"]), template=Template(make.tokenizer(), (0,)))
+
+    def asked(color):
+        Image.new("RGB", (56, 56), color).save(file := io.BytesIO(), "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        return [plain({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})]
+
+    def seeds(*colors):
+        episode = ProgramEpisode(world, Request(0, bare.token_ids, 1, 7, problem=bare), 0, 400, None)
+        asks = [(color, episode.ask(asked(color), None, 1, None, [])[0]) for color in colors]
+        assert len({ask.prompt for _, ask in asks}) == 1, "the same tokens"
+        return {(color, ask.occurrence): ask.seed for color, ask in asks}
+
+    found = seeds("red", "blue", "red")
+    assert found == seeds("blue", "red", "red") and len({*found.values()}) == 3
+    episode = ProgramEpisode(world, Request(0, bare.token_ids, 1, 7, problem=bare), 0, 400, None)
+    (ask,) = episode.ask([{"role": "user", "content": "hi"}], None, 1, None, [])
+    assert ask.seed == turn_seed(episode.request, 0, ask.prompt, 0), "a text's seed"
