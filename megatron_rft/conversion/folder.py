@@ -101,15 +101,12 @@ class HFFolder:
     def __init__(self, path: str | Path, hf_config: Any):
         self.path, self.family = Path(path), family_of(hf_config)
         # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
-        self._open = lru_cache(maxsize=1)(self._read)
+        self._open = lru_cache(maxsize=1)(lambda file: safe_open(self.path / file, "pt"))
         self.files: dict[str, tuple[str, str]] = {}  # tensor name -> file name, name in the file
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._weight_files():
             self._index(file)
         self._check(hf_config)
-
-    def _read(self, file: str) -> Any:
-        return safe_open(self.path / file, "pt")
 
     def _index(self, file: str) -> None:
         try:

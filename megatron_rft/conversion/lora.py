@@ -78,10 +78,10 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
     Raises:
         DataError: the folder has adapters of another model, or other adapters than `options` says.
     """
-    config = read_config(folder)
     try:
+        config = {"use_rslora": False} | json.loads((folder / CONFIG).read_text())
         tensors = load_file(folder / TENSORS)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
     if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
         raise DataError(f"the adapters in {folder} were trained on another model than the one given")
@@ -100,13 +100,6 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
     if more := adapters.keys() - expected.keys():
         raise DataError(f"{folder} also has {min(more)}, which is no adapter of these options")
     return adapters.__getitem__
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return {"use_rslora": False} | json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
 
 
 class Merged:

@@ -56,11 +56,8 @@ class MegatronWriter:
         latent attention; store them under both."""
         count = experts(self.hf_config)
         possible = list(locations(name, self.hf_config.num_hidden_layers, count))
-        if not LAYER.fullmatch(name):
-            return possible
-        stacked = possible[::2]
-        if not count and not self.mapping.gated:
-            return stacked[:1]
+        if not LAYER.fullmatch(name) or not (count or self.mapping.gated):
+            return possible[:1]
         single = possible[1::2]
         return single if "pre_mlp_layernorm" in name or "input_layernorm" in name else single[:1]
 
