@@ -136,9 +136,8 @@ class Actor:
         seams.now.built(self)
 
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
-        options = models.fields_of(DistributedDataParallelConfig, megatron)
+        options = {"grad_reduce_in_fp32": True} | models.fields_of(DistributedDataParallelConfig, megatron)
         options |= overlaps(megatron, distributed) if self.device.type == "cuda" else {}
-        options = {"grad_reduce_in_fp32": True, **options}
         config = DistributedDataParallelConfig(**options, use_distributed_optimizer=distributed)
         wrap = partial(DistributedDataParallel, self.config, config)
         wrapped = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]

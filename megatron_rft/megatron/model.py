@@ -42,18 +42,7 @@ from megatron_rft.megatron.spec import block_spec, has_transformer_engine
 from megatron_rft.utils import products
 from megatron_rft.utils.errors import ConfigError, DataError
 
-LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-)
+LAYOUT = (*parallel.SIZES, "sequence_parallel", "recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def fields_of(config_class: type, megatron: Any) -> dict[str, Any]:

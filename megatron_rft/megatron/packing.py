@@ -155,10 +155,8 @@ def _masks(batch: Batch) -> set[str]:
 def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the positions of concatenated sequences on one context-parallel rank: each sequence is split into 2 cp
     equal chunks, and the rank has chunks `cp_rank` and `2 cp - 1 - cp_rank` (megatron-core's load-balanced layout)."""
-    return torch.arange(int(lengths.sum())) if cp_size == 1 else _in_chunks(lengths, cp_size, cp_rank)
-
-
-def _in_chunks(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    if cp_size == 1:
+        return torch.arange(int(lengths.sum()))
     assert not (lengths % (2 * cp_size)).any(), f"{lengths.tolist()} tokens over {cp_size} context-parallel ranks"
     parts = []
     for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
@@ -356,17 +354,10 @@ def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -
     ends = torch.cat([cells.prompts[1:], torch.tensor([cells.total])])
     cuts = [cells.prompts, cells.responses[shared[groups]], torch.tensor([cells.total])]
     spans = torch.stack([cells.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
-    whole = send(torch.tensor([0, cells.total], dtype=torch.int32), ends_on)
+    whole = vars(_variable_length([0, cells.total], [0, cells.total], ends_on))
     longest = int((batch.prompt_lens + fed_lens(batch)).max())
     return SharedPrompts(
-        qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        position_ids=position_ids,
+        **whole | {"max_seqlen_q": longest, "max_seqlen_kv": longest, "position_ids": position_ids},
         segments=tuple(torch.cat(cuts).unique().tolist()),
         groups=tuple(map(tuple, spans.tolist())),
     )

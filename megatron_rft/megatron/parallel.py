@@ -27,26 +27,23 @@ from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.errors import ConfigError, UserError
 from megatron_rft.utils.network_interface import name_for_gloo
 from megatron_rft.utils.position import here, shortened
+from megatron_rft.utils.processes import reserved_port
 
-OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
+OPERATIONS = {  # by the methods of ProcessGroup
+    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv")},
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
+    **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), "reduce_scatter"),
+    **dict.fromkeys(("alltoall", "alltoall_base"), "all_to_all"),
 }
+SIZES = (  # of the groups, by the names that a recipe and megatron-core give them
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @functools.cache
@@ -142,12 +139,7 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
     if not dist.is_initialized():
         _connect(faults)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
-        context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=megatron.expert_model_parallel_size,
-        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
+        **{name: getattr(megatron, name) for name in SIZES},
         distributed_timeout_minutes=max(1, math.ceil(faults.step_limit_s / 60)),
     )
     manual_seed(seed)
@@ -215,8 +207,7 @@ def _listen(name: str, port: int, several_nodes: bool) -> int | None:
 
 def _set_single_rank_environment() -> None:
     """Set the variables of a launcher for a single rank. vLLM's external_launcher reads them too."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with reserved_port() as probe:
         port = probe.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}).items():

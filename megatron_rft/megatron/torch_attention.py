@@ -258,12 +258,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         if isinstance(packed_seq_params, SharedPrompts):
             return self.attend_shared(query, key, value, packed_seq_params)
-        return self._attend(query, key, value, attention_mask, packed_seq_params)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed) -> Tensor:
-        """Without shared prompts; the arguments of `forward`."""
-        if packed is not None:
-            ends = tuple(packed.cu_seqlens_q.tolist())
+        if packed_seq_params is not None:
+            ends = tuple(packed_seq_params.cu_seqlens_q.tolist())
             if self.cp_group.size() == 1:
                 return self.attend_packed(query, key, value, ends)
             return self.attend_over_context(*(x[:, None] for x in (query, key, value)), ends)[:, 0]

@@ -110,8 +110,7 @@ def _walk(own: Blocks, other: Blocks, names: frozenset[str], extrapolation: floa
     of_other = SoftmaxSums(other, moment=forward) if reverse or forward or both or "other_logprobs" in names else None
     extrapolated = SoftmaxSums(own) if "extrapolated_logprobs" in names else None
     for rows in own:
-        columns, gap, other_gap = own.target_columns(rows), None, None
-        logits = own.logits(rows)
+        columns, logits = own.target_columns(rows), own.logits(rows)
         if of_other or (extrapolated and not other.rounds):
             other_logits = other.logits(rows)
         if extrapolated:
@@ -120,10 +119,8 @@ def _walk(own: Blocks, other: Blocks, names: frozenset[str], extrapolation: floa
                 (own.exact_logits(rows), other.exact_logits(rows)) if own.rounds else (logits, other_logits)
             )
             extrapolated.add(torch.mul(other_exact, -extrapolation).add_(exact, alpha=1 + extrapolation), columns)
-        if reverse:
-            gap = logits - other_logits
-        if forward:
-            other_gap = other_logits - logits
+        gap = logits - other_logits if reverse else None
+        other_gap = other_logits - logits if forward else None
         of_own.add(logits, columns, gap)
         if of_other:
             of_other.add(other_logits, columns, other_gap)
