@@ -235,23 +235,18 @@ def check_requests(requests: list[Request], sampling: Sampling, longest: int, ro
     for request in requests:
         length, most = len(request.prompt_ids), limit(request, sampling)
         assert request.n >= 1 and most >= 1, request
-        if length == 0 or length + most > longest or max(request.prompt_ids) >= vocabulary:
-            raise _refused(request, most, longest, room, vocabulary)
-
-
-def _refused(request: Request, most: int, longest: int, room: str, vocabulary: int) -> UserError:
-    length = len(request.prompt_ids)
-    if length == 0:
-        return UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
-    if length + most > longest:
-        return UserError(
-            f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = {length + most}, "
-            f"but {room}. Lower rollout.max_response_tokens or data.max_prompt_tokens"
-        )
-    return DataError(
-        f"request {request.id}: token id {max(request.prompt_ids)} in a vocabulary of {vocabulary}: the tokenizer does "
-        "not fit the model"
-    )
+        if length == 0:
+            raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
+        if length + most > longest:
+            raise UserError(
+                f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = {length + most}, "
+                f"but {room}. Lower rollout.max_response_tokens or data.max_prompt_tokens"
+            )
+        if (largest := max(request.prompt_ids)) >= vocabulary:
+            raise DataError(
+                f"request {request.id}: token id {largest} in a vocabulary of {vocabulary}: the tokenizer does not fit "
+                "the model"
+            )
 
 
 def checksum(tensor: Tensor) -> int:

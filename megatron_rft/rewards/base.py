@@ -64,25 +64,17 @@ def check_share(errors: Sequence[tuple[Prompt, str]], count: int, reward: Reward
         RunFailed: more than reward.max_error_share have none, or all.
     """
     if len(errors) > min(reward.max_error_share * count, count - 1):
-        raise RunFailed(_too_many(errors, count, reward, when))
-
-
-def _too_many(errors: Sequence[tuple[Prompt, str]], count: int, reward: Reward, when: str) -> str:
-    prompt, reason = errors[0]
-    option = f"reward.max_error_share={reward.max_error_share:g}"
-    first = f"first on problem {prompt.index} ({prompt.text[:80]!r}): {reason}"
-    return f"{when}: the grader failed on {len(errors)} of {count} responses ({option}), {first}"
+        prompt, reason = errors[0]
+        option = f"reward.max_error_share={reward.max_error_share:g}"
+        first = f"first on problem {prompt.index} ({prompt.text[:80]!r}): {reason}"
+        raise RunFailed(f"{when}: the grader failed on {len(errors)} of {count} responses ({option}), {first}")
 
 
 def check_finite(score: Score, when: str, prompt: Prompt, sample: int, text: str) -> None:
     """Raises RunFailed if a reward is NaN or infinite: that would make every mean NaN."""
     if score.error is None and not math.isfinite(score.reward + score.shaping):
-        raise RunFailed(_not_finite(score, when, prompt, sample, text))
-
-
-def _not_finite(score: Score, when: str, prompt: Prompt, sample: int, text: str) -> str:
-    what = f"the reward is {score.reward:g}" + (f", its shaping {score.shaping:g}" if score.shaping else "")
-    return (
-        f"{when}: {what} on response {sample} to problem {prompt.index} ({prompt.text[:80]!r}), which begins "
-        f"{text[:80]!r}. A reward must be finite; Score(error=...) leaves a response out"
-    )
+        what = f"the reward is {score.reward:g}" + (f", its shaping {score.shaping:g}" if score.shaping else "")
+        raise RunFailed(
+            f"{when}: {what} on response {sample} to problem {prompt.index} ({prompt.text[:80]!r}), which begins "
+            f"{text[:80]!r}. A reward must be finite; Score(error=...) leaves a response out"
+        )

@@ -72,12 +72,8 @@ def seen_by(
     with images), and by how much images change the positions behind them [L]."""
     positions, later = (mask.cumsum(1) - 1).clamp(min=0), torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     pictures = [problem.images if problem and problem.images_key >= 0 else None for problem in problems]
-    return _seen(pictures, prompts, mask, positions, later, config) if any(pictures) else ({}, positions, later)
-
-
-def _seen(
-    pictures: list[Any], prompts: list[Tensor], mask: Tensor, positions: Tensor, later: Tensor, config: Any
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    if not any(pictures):
+        return {}, positions, later
     positions, token = positions.expand(3, *positions.shape).clone(), config.image_token_id
     for number, (each, ids) in enumerate(zip(pictures, prompts, strict=True)):
         if each:
@@ -86,15 +82,12 @@ def _seen(
             later[number] = own.max() + 1 - len(ids)
     shown = [each for each in pictures if each]
     ids = pad_sequence(prompts, True, padding_side="left", padding_value=0)
-    return (
-        {
-            "pixel_values": torch.cat([each.pixels() for each in shown]).to(mask.device),
-            "image_grid_thw": torch.tensor([grid for each in shown for grid in each.grids], device=mask.device),
-            "mm_token_type_ids": (ids == token).int(),
-        },
-        positions,
-        later,
-    )
+    inputs = {
+        "pixel_values": torch.cat([each.pixels() for each in shown]).to(mask.device),
+        "image_grid_thw": torch.tensor([grid for each in shown for grid in each.grids], device=mask.device),
+        "mm_token_type_ids": (ids == token).int(),
+    }
+    return inputs, positions, later
 
 
 @dataclass

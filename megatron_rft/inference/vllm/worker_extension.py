@@ -51,14 +51,8 @@ class WireReceiver(Receiver):
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
         name_for_gloo(init_info.host)
-        self.link = network.connect(
-            network.rendezvous(init_info.host, size, limit_s, init_info.port),
-            rank,
-            size,
-            limit_s,
-            device,
-            init_info.secret,
-        )
+        store = network.rendezvous(init_info.host, size, limit_s, init_info.port)
+        self.link = network.connect(store, rank, size, limit_s, device, init_info.secret)
 
     def shutdown(self) -> None:
         if self.link is not None:

@@ -138,10 +138,8 @@ def _words(content: str, command: str) -> list[Token]:
 def _plain(text: str) -> str:
     """Convert to ASCII where possible. Digits of another script are converted if all digits of the text belong to
     it."""
-    return text.replace("~", " ") if text.isascii() else _ascii(text)
-
-
-def _ascii(text: str) -> str:
+    if text.isascii():
+        return text.replace("~", " ")
     text = RAISED.sub(lambda found: f"^{{{found[0]}}}", text)
     text = "".join(_character(letter) for letter in text)
     scripts = {unicodedata.name(letter).rpartition("DIGIT")[0] for letter in text if letter.isdecimal()}

@@ -99,10 +99,8 @@ def serve(source: str, channel: socket.socket, test_s: float, schedstat: int) ->
         sys.stderr.write(explain(error))
         return 1
     wire.send(channel, {"ready": True})
-    try:
+    with contextlib.suppress(wire.Closed):
         _Module(module, channel, clock).serve()
-    except wire.Closed:
-        return 0
     return 0
 
 
