@@ -123,18 +123,9 @@ class Rehearsal:
         return count
 
     def _question(self, rank: int, micro_batches: int) -> dict[str, Any]:
-        args = self.args
-        return {
-            "recipe": args.recipe,
-            "overrides": args.overrides,
-            "world": self.layout.world,
-            "device": args.device,
-            "fraction": args.fraction,
-            "node": args.gpus_per_node,
-            "training_only": args.training_only,
-            "rank": rank,
-            "micro_batches": micro_batches,
-        }
+        names = ("recipe", "overrides", "device", "fraction", "training_only")
+        given = {name: getattr(self.args, name) for name in names} | {"node": self.args.gpus_per_node}
+        return given | {"world": self.layout.world, "rank": rank, "micro_batches": micro_batches}
 
     def check_fits(self, stages: list[Stage]) -> str:
         """A line with the memory that is left.

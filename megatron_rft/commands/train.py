@@ -68,11 +68,7 @@ def run(args: argparse.Namespace) -> int:
             return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
         if recipe.trainer == "generate":
             launcher.use_one_gpu()
-
-        def start() -> int:
-            return lean_import("megatron_rft.training").train(recipe)  # imports torch
-
-        return work(recipe.run.output_dir, start)
+        return work(recipe.run.output_dir, lambda: lean_import("megatron_rft.training").train(recipe))  # imports torch
 
 
 def check_command(trainer: str, command: str) -> None:

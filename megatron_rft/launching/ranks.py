@@ -253,10 +253,9 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
         print(f"error: {elsewhere}; the ranks of this one were stopped", file=sys.stderr)
         return FAILED
     statuses = {rank.number: rank.status for rank in ranks}
-    if all(status == FINISHED for status in statuses.values()):
-        return FINISHED
-    if all(status in (FINISHED, STOPPED) for status in statuses.values()):
-        return STOPPED
+    ended = {FINISHED, STOPPED}
+    if ended.issuperset(statuses.values()):
+        return STOPPED if STOPPED in statuses.values() else FINISHED
     killed = [number for number, status in statuses.items() if status < 0 and number not in stopped]
     # A rank that aborts does so because another one died: name the others first.
     killed = [number for number in killed if statuses[number] != -signal.SIGABRT] or killed
@@ -265,7 +264,6 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
         fix = f"The same command continues from the last checkpoint in {output_dir}"
         print(f"error: {names}; the other ranks were stopped. {fix}", file=sys.stderr)
         return FAILED
-    ended = {FINISHED, STOPPED}
     failed = [number for number, status in statuses.items() if status not in ended and number not in stopped]
     wrong = [number for number in failed if statuses[number] == USER_ERROR]
     first = min(wrong or failed, key=lambda number: read_exit(output_dir, number)["time"])

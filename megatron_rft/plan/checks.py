@@ -54,9 +54,8 @@ def check(
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    teachers = []
-    for path in recipe.teaching.teachers.values() if recipe.teaching else ():
-        teachers.append(teacher.check(path, shape, recipe.megatron, layout, longest))
+    paths = recipe.teaching.teachers.values() if recipe.teaching else ()
+    teachers = [teacher.check(path, shape, recipe.megatron, layout, longest) for path in paths]
     planned = None if starts else recipe.vllm
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()

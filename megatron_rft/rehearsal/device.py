@@ -100,7 +100,7 @@ class FakeDevice(TorchDispatchMode):
         entry, size = self.storages.get(source.untyped_storage()), source.numel() * dtype.itemsize
         low = dtype.itemsize == 2 or (entry and entry[1] == "weights")
         if size > REAL_ON_HOST and low:
-            return self.on_host(lambda: torch.empty(source.shape, dtype=dtype))
+            return self.made(lambda: torch.empty(source.shape, dtype=dtype))
         return torch.zeros(source.shape, dtype=dtype)
 
     # ---- operations
@@ -174,9 +174,7 @@ class FakeDevice(TorchDispatchMode):
         return aten.index.Tensor, (args[0], indexes)
 
     def _with_shadow(self, value: torch.Tensor) -> torch.Tensor:
-        with self.fake:
-            out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-        self._note(out)
+        out = self.made(lambda: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda"))
         self.shadows[out] = value
         return out
 
@@ -187,8 +185,8 @@ class FakeDevice(TorchDispatchMode):
         with self.fake:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
-    def on_host(self, make) -> torch.Tensor:
-        """Return a fake host tensor."""
+    def made(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a fake tensor, which the ledger counts."""
         with self.fake:
             out = make()
         self._note(out)

@@ -106,7 +106,7 @@ class ShapeSeams(Seams):
 
     def _without_values(self, shapes: dict[str, tuple], dtype: torch.dtype) -> Callable[[str], Tensor]:
         """A lookup of host tensors that have no values."""
-        return lambda name: self.mode.on_host(lambda: torch.empty(shapes[name], dtype=dtype))
+        return lambda name: self.mode.made(lambda: torch.empty(shapes[name], dtype=dtype))
 
     def save(self, storage: Any, copy: Tensor | None) -> Tensor:
         if copy is None:

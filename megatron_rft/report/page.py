@@ -96,7 +96,6 @@ def phases(groups: list[RunGroup]) -> list[str]:
 
 
 def group_data(group: RunGroup) -> dict[str, Any]:
-    skipped = {"step", "time"}
     return {
         "name": group.name,
         "seeds": len(group.runs),
@@ -106,7 +105,7 @@ def group_data(group: RunGroup) -> dict[str, Any]:
             "hours": [short(None if s is None else s / 3600) for s in group.so_far("seconds/step")],
             "tokens": [short(None if t is None else t / 1e6) for t in group.so_far("tokens/generated")],
         },
-        "metrics": {name: metric(group, name) for name in group.metrics if name not in skipped},
+        "metrics": {name: metric(group, name) for name in group.metrics if name not in ("step", "time")},
     }
 
 

@@ -58,8 +58,7 @@ class Tracker:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         self._files[METRICS_FILE].write(step, numbers)
-        if self._wandb:
-            self._show(lambda wandb: wandb.log(step, numbers))
+        self._show(lambda wandb: wandb.log(step, numbers))
         self._progress.log(step, numbers)
 
     def _show(self, act: Callable[[WandbLogger], None]) -> None:

@@ -1,7 +1,6 @@
 """Atomic writes, for files that another process may read, or that a full disk must not leave incomplete; digests and
 JSON lines of files; and temporary folders that outlive no process."""
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -10,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def read_json_lines(path: Path) -> list[Any]:
     if path.is_file():
         # Not splitlines: a text may contain U+2028 or U+0085, which JSON does not escape.
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 values.append(json.loads(line))
     return values
 
@@ -79,11 +78,11 @@ def temporary_folder() -> Iterator[Path]:
     it. Removes those of killed processes first: a process locks its own."""
     root = Path(tempfile.gettempdir())
     for other in root.glob(TEMPORARY):
-        with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
+        with suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
             _remove(other)
     new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp"))
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it after a kill
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks: nobody removes it after a kill
             stack.enter_context(locked(new))
         folder = new.rename(root / new.name.removeprefix("."))  # locked before anybody finds it
         stack.callback(_remove, folder)
@@ -101,7 +100,7 @@ def record_shared_memory(paths: set[str]) -> None:
 def _remove(folder: Path) -> None:
     for record in folder.glob(f"*{SHARED}"):
         for path in record.read_text().splitlines():
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(path)
     shutil.rmtree(folder, ignore_errors=True)
 
