@@ -324,17 +324,14 @@ cp_group = parallel_state.get_context_parallel_group
 dp_rank = parallel_state.get_data_parallel_rank  # among the ranks with different data; context-parallel ranks share it
 dp_size = parallel_state.get_data_parallel_world_size
 dp_group = parallel_state.get_data_parallel_group
+# of the ranks with the same weights: data parallel and context parallel
+dp_with_cp_group = functools.partial(dp_group, with_context_parallel=True)
 ep_rank = parallel_state.get_expert_model_parallel_rank
 ep_size = parallel_state.get_expert_model_parallel_world_size
 ep_group = parallel_state.get_expert_model_parallel_group
 etp_rank = parallel_state.get_expert_tensor_parallel_rank
 etp_size = parallel_state.get_expert_tensor_parallel_world_size
 etp_group = parallel_state.get_expert_tensor_parallel_group
-
-
-def dp_with_cp_group() -> dist.ProcessGroup:
-    """Return the group of ranks with the same weights: data parallel and context parallel."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def is_last_stage() -> bool:

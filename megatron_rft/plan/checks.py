@@ -82,7 +82,11 @@ def check(
     check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, of_policy)
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
+    gpu_defaults = [
+        plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))
+    ]
     score, kinds = getattr(recipe.environment, "score", None), {each.kind: 0 for each in recipe.reward.everything()}
+    given = recipe.algorithm.model_dump(exclude_unset=True)  # by the recipe: what a base says shows here too
     lines = [
         model_line,
         *adapters,
@@ -95,22 +99,14 @@ def check(
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         *([_shared_prompts_line(recipe.batching, recipe.rollout, prompt, layout, whole)] * shares),
-        *(
-            [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))]
-            * on_gpu
-        ),
-        f"algorithm: {_given(recipe.algorithm)}",
+        *(gpu_defaults if on_gpu else []),
+        "algorithm: " + ", ".join(f"{option} {value}" for option, value in given.items()),
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
         f"reward: {f'environment.score, {score}' if score else ' + '.join(kinds)}",
         *([environment_line(recipe.environment, recipe.rollout, prompt, budget)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, lines)
-
-
-def _given(section: Algorithm) -> str:
-    """The options that a recipe gives a section: what a base says shows here too."""
-    return ", ".join(f"{option} {value}" for option, value in section.model_dump(exclude_unset=True).items())
 
 
 def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout, model: str) -> str:
