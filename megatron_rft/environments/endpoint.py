@@ -22,7 +22,7 @@ from aiohttp import web
 from megatron_rft.environments import dialects
 from megatron_rft.environments.dialects import Dialect
 from megatron_rft.environments.program import MODEL, ProgramEpisode, Refused
-from megatron_rft.environments.turns import plain
+from megatron_rft.environments.turns import named, plain
 
 KEEP_ALIVE_S = 5.0
 LARGEST = 64 << 20  # bytes of a request
@@ -137,7 +137,7 @@ class Endpoint:
             try:
                 body = json.loads(raw)
                 asked = dialect.asked(body)
-                messages = [plain(message) for message in asked["messages"]]
+                messages = named([plain(message) for message in asked["messages"]])
                 check_values(body, asked.get("tools") or [])
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None

@@ -1,6 +1,7 @@
 """A turn of the policy as a message of the chat API: its text, reasoning and calls of tools."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,8 @@ from megatron_rft.records import Response
 from megatron_rft.rewards.tools.calls import MARKERS, Call, tool_calls
 
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+# Of gpt-oss: whom a part is for, where it is (with whom it is for, if that is there), and its text.
+CHANNEL = re.compile(r"([^>]*)<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)", re.DOTALL)
 LAST = 16  # tokens of a prompt, which have the beginning of a thought that the template has opened
 
 
@@ -25,16 +28,20 @@ class Spoken:
         opened thought that is not closed is no answer, and no calls."""
         sampled = self._cut(sampled, stop)
         ids = list(sampled.token_ids)
-        text = self._decode(ids)
-        text = text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+        text = _before(stop, self._decode(ids))
         thought, ended, said = text.rpartition(END_OF_THOUGHT)
+        spelt = self._decode(ids, special=True)  # some models mark calls with special tokens
+        if parts := CHANNEL.findall(_before(stop, spelt)):
+            thought = ended = "\n".join(part for _, channel, part in parts if channel == "analysis")
+            said = "".join(part for to, channel, part in parts if channel != "analysis" and "to=" not in to + channel)
+            spelt = "".join(f"{to} {channel}{part}" for to, channel, part in parts if "to=" in to + channel)
         opened = text.startswith(THOUGHT) or self.tokenizer.decode(prompt[-LAST:]).rstrip().endswith(THOUGHT)
         if opened and not ended:
             thought, said, tools = text, "", None
         message: dict[str, Any] = {"role": "assistant", "content": said.lstrip("\n") if ended else said}
         if thought:
             message["reasoning_content"] = thought.removeprefix(THOUGHT).strip()
-        if calls := self._calls(ids, tools):
+        if calls := self._calls(spelt, tools):
             marker = MARKERS.search(message["content"])
             message["content"] = message["content"][: marker.start() if marker else 0].strip() or None
             message["tool_calls"] = [_call(f"call_{id}_{number}", call) for number, call in enumerate(calls)]
@@ -44,14 +51,14 @@ class Spoken:
         ids = ids[:-1] if ids and ids[-1] in self.stops else ids
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
-    def _calls(self, ids: list[int], tools: Any) -> list[Call]:
-        """Some models mark calls with special tokens. A text that looks like calls of other functions is a text."""
+    def _calls(self, spelt: str, tools: Any) -> list[Call]:
+        """A text that looks like calls of other functions is a text."""
         described = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
         if not described:
             return []
         try:
             properties = {name: schema.get("properties") or {} for name, schema in described.items()}
-            calls = tool_calls(self._decode(ids, special=True), properties)
+            calls = tool_calls(spelt, properties)
         except Exception:  # also where a tool is described otherwise than any standard has it
             return []
         return calls if any(call.name in described for call in calls) else []
@@ -71,6 +78,10 @@ class Spoken:
             finish_reason="stop",
             routes=None if routes is None else routes[: len(routes) - (len(ids) - length)],
         )
+
+
+def _before(stop: list[str], text: str) -> str:
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 
 
 def _call(id: str, call: Call) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from tools.bench.programs import byte_tokenizer
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+ANALYSIS = "<|channel|>analysis<|message|>to=functions.add {}?<|end|><|start|>assistant"
+CALLS = ANALYSIS + ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
 PLAIN, THINKS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
 
 
@@ -24,10 +26,13 @@ PLAIN, THINKS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
         (f"{THINKS}\n</think>\n\n", f"So: {CALL}", "So:", None, 1),
         (PLAIN, f"So: {CALL}", "So:", None, 1),
         (PLAIN, "\nanswer", "\nanswer", None, 0),
+        (PLAIN, f"{ANALYSIS}<|channel|>final<|message|>It is 2.<|return|>", "It is 2.", "to=functions.add {}?", 0),
+        (PLAIN, ANALYSIS.partition("<|end|>")[0], "", "to=functions.add {}?", 0),
+        (PLAIN, CALLS, None, "to=functions.add {}?", 1),
     ],
 )
 def test_an_open_thought_is_no_answer(prompt, text, content, thought, calls):
-    tokenizer = byte_tokenizer(CHATML)
+    tokenizer = byte_tokenizer(CHATML, *(f"<|{name}|>" for name in ("channel", "message", "start", "call", "return")))
     ids, before = (tuple(tokenizer.encode(each, add_special_tokens=False)) for each in (text, prompt))
     sampled = Response(ids, (0.0,) * len(ids), "length", 0)
     message, turn = Spoken(tokenizer, (tokenizer.eos_token_id,)).message(before, sampled, TOOLS, [], "0")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_rft.environments.turns import PolicyTurn, Tree, plain
+from megatron_rft.environments.turns import PolicyTurn, Tree, named, plain
 from megatron_rft.responses import Response
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -122,6 +122,14 @@ def test_a_state_that_the_system_tells_at_the_end_costs_no_segment():
             messages += [*([state] if keeps else []), said(str(number)), user("go on")]
         assert [turn.parent for turn in turns] == [None, *turns[:2]]
     assert made.ask([user("a"), {"role": "system", "content": "new"}, said("0"), user("b")], said("x")).parent is None
+
+
+def test_results_have_the_names_of_their_calls():
+    call = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
+    results = [{"role": "tool", "content": "2"} | more for more in ({"tool_call_id": "1"}, {"tool_call_id": "2"}, {})]
+    said = [{"role": "assistant", "tool_calls": [call]}, *results, results[0] | {"name": "own"}]
+    found = named([plain(message) for message in said])
+    assert [message.get("name") for message in found] == [None, "add", None, None, "own"]
 
 
 def test_only_text_and_images_are_taken():
