@@ -5,20 +5,24 @@ from torch import Tensor
 
 from megatron_rft.records import Batch
 
+ROUNDING = 1e-6  # relative, of rewards that are sums in fp32
+
 
 def _group_sums(values: Tensor, groups: Tensor, size: int) -> Tensor:
     return values.new_zeros(size).index_add_(0, groups, values)
 
 
-def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In float64: (R_i - mean, 1 where all rewards of the group are equal, group sizes, group numbers), each [B]."""
+def _centred(rewards: Tensor, group: Tensor, rounding: float = ROUNDING) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float64: (R_i - mean, 1 where all rewards of the group are equal, group sizes, group numbers), each [B].
+    Rewards are equal if their spread is at most `rounding` times the largest, or times 1 if that is larger."""
     distinct, groups = group.unique(return_inverse=True)
     size, rewards = len(distinct), rewards.double()
     number = _group_sums(torch.ones_like(rewards), groups, size)[groups]
     highest, lowest = (
         rewards.new_zeros(size).scatter_reduce_(0, groups, rewards, how, include_self=False) for how in ("amax", "amin")
     )
-    equal = (highest == lowest)[groups]
+    largest = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1)
+    equal = (highest - lowest <= rounding * largest)[groups]
     mean = _group_sums(rewards, groups, size)[groups] / number
     return torch.where(equal, 0.0, rewards - mean), equal, number, groups
 
@@ -26,7 +30,7 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def group_relative(rewards: Tensor, group: Tensor) -> Tensor:
     """A_i = (R_i - mean) / std within each group, with the population std (pipo.txt Eq. 3).
 
-    A group whose rewards are all equal gets exact zeros. Computed in float64.
+    A group whose rewards are all equal, up to rounding, gets exact zeros. Computed in float64.
 
     Args:
         rewards: [B] verifier rewards.
@@ -40,17 +44,17 @@ def group_relative(rewards: Tensor, group: Tensor) -> Tensor:
     return torch.where(equal, 0.0, difference / torch.where(equal, 1.0, std)).float()
 
 
-def group_centred(rewards: Tensor, group: Tensor) -> Tensor:
+def group_centred(rewards: Tensor, group: Tensor, rounding: float = ROUNDING) -> Tensor:
     """A_i = R_i - mean within each group (Dr. GRPO, arXiv:2503.20783 Section 3.2). [B] -> [B]"""
-    return _centred(rewards, group)[0].float()
+    return _centred(rewards, group, rounding)[0].float()
 
 
-def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
+def leave_one_out(rewards: Tensor, group: Tensor, rounding: float = ROUNDING) -> Tensor:
     """A_i = R_i - mean_{j != i} R_j = G / (G - 1) (R_i - mean) (RLOO, arXiv:2402.14740 Section 2). [B] -> [B]
 
     0 in a group of one response.
     """
-    difference, _, number, _ = _centred(rewards, group)
+    difference, _, number, _ = _centred(rewards, group, rounding)
     return (difference * number / (number - 1).clamp(min=1)).float()
 
 

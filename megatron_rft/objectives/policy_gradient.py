@@ -182,7 +182,8 @@ class GroupRelative(PolicyGradient):
     centred = staticmethod(group_centred)  # the same without division by a deviation, for penalties
 
     def advantages(self, batch: Batch) -> Tensor:
-        credit = self.relative(self.rewards(batch), batch.groups) - self.centred(self.penalties(batch), batch.groups)
+        penalties = self.centred(self.penalties(batch), batch.groups, rounding=0.0)  # small ones count
+        credit = self.relative(self.rewards(batch), batch.groups) - penalties
         return to_tokens(torch.where(self.keep(batch), credit, 0.0), batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:

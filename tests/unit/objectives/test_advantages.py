@@ -42,6 +42,15 @@ def test_equal_rewards_give_exact_zeros(reward, size):
     assert advantages.tolist() == [0.0] * size and advantages.dtype == torch.float32
 
 
+@pytest.mark.parametrize("credit", [group_relative, group_centred, leave_one_out])
+def test_rewards_that_differ_by_rounding_are_equal(credit):
+    """0.05 + 0.3 is one unit in the last place of fp32 from 0.35, which the deviation would scale to sqrt(3)."""
+    rewards, group = torch.tensor([0.05, 0.35, 0.35, 0.35]) + torch.tensor([0.3, 0, 0, 0]), torch.zeros(4).long()
+    assert rewards[0] != rewards[1] and not credit(rewards, group).any() and degenerate(rewards, group).all()
+    assert not credit(1e3 * rewards, group).any()
+    assert credit(torch.tensor([0.35, 0.350003]), group[:2]).all()
+
+
 def test_no_sequences():
     nothing = torch.zeros(0)
     assert len(group_relative(nothing, nothing.long())) == 0 and len(group_normalised(nothing, nothing.long())) == 0

@@ -295,7 +295,7 @@ def test_a_kl_in_the_reward_keeps_its_coefficient(name, make_batch):
     options = {"kl_in": "reward"} | ({"filter_groups": False} if name == "dapo" else {})
     own = 4 / 3 if name == "rloo" else 1.0  # the mean of the others is the baseline
     centred = torch.tensor([0.5, -1, 1, 0]) - 0.125
-    for coefficient in (1e-3, 1e-1):
+    for coefficient in (1e-7, 1e-3, 1e-1):
         objective = made(name, kl_coefficient=coefficient, **options)
         penalty = own * coefficient * centred
         assert torch.allclose(objective.advantages(equal), -penalty, atol=1e-8)
