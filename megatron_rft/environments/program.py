@@ -183,7 +183,9 @@ class ProgramEpisode:
 
     def _start(self) -> None:
         options, folder = self.world.options, self.world.folder
-        self.folder = folder / self.secret[:12].replace("-", "_")
+        self.folder = folder / f"{request_seed(self.request.seed, self.sample):x}"
+        if self.folder.exists():  # what could not be removed
+            self.folder = folder / self.secret[:12].replace("-", "_")
         for part in ("work", "home", "tmp"):
             (self.folder / part).mkdir(parents=True, mode=0o700)
         images = {"images": self._problem.images.urls()} if self._problem.images else {}

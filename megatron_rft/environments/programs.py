@@ -1,10 +1,11 @@
 """Plays episodes of programs (program.py) with an engine, in waves or each at its own pace."""
 
-import shutil
-import tempfile
+import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.program import Ask, ProgramEpisode, World
 from megatron_rft.inference.engine import Engine, Group, Request, Sampling
 from megatron_rft.records import Response
+from megatron_rft.utils.files import named_folder
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Programs(Episodes):
     def __post_init__(self):
         for member in self.processes.members:
             member.limit = "environment.episode_timeout_s"
-        self._first = threading.Lock()
+        self._first, self.folders = threading.Lock(), ExitStack()
         self.living: set[ProgramEpisode] = set()
 
     @cached_property
@@ -37,8 +39,11 @@ class Programs(Episodes):
 
     @cached_property
     def folder(self) -> Path:
-        """For the episodes' folders; not below the run's folder, which may be slow, and whose path may be long."""
-        return Path(tempfile.mkdtemp(prefix="megatron-rft-"))
+        """For the episodes' folders; not below the run's folder, which may be slow, and whose path may be long. A
+        resumed run has the same one, because a program may tell the policy where it is."""
+        rank = os.path.abspath(f"{self.processes.members[0].log}")
+        digest = hashlib.blake2b(os.fsencode(rank), digest_size=6).hexdigest()
+        return self.folders.enter_context(named_folder(f"megatron-rft-{digest}"))
 
     @cached_property
     def world(self) -> World:
@@ -51,7 +56,7 @@ class Programs(Episodes):
             episode.close()
         if (world := vars(self).pop("world", None)) is not None:
             world.endpoint.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folders.close()
         if "threads" in vars(self):
             self.threads.shutdown(cancel_futures=True)
         super().close()

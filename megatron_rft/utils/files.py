@@ -89,6 +89,24 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def named_folder(name: str) -> Iterator[Path]:
+    """Yield a folder beside other temporary files, and remove it at the end. Removes what a killed process has left in
+    it. It has another name while a living process, or another user, has one of this name."""
+    root = Path(tempfile.gettempdir())
+    folder = (root.parent if root.match(TEMPORARY) else root) / name
+    with contextlib.suppress(OSError), locked(folder):
+        shutil.rmtree(folder.rename(tempfile.mkdtemp()), ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(0o700)
+            stack.enter_context(locked(folder))
+        except OSError:
+            folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
 def record_shared_memory(paths: set[str]) -> None:
     """Where the folder for temporary files is a `temporary_folder`: have these files removed with it, for those of
     processes that are killed."""

@@ -68,6 +68,12 @@ def several() -> None:
     post({"messages": [user("several")], "n": 4})
 
 
+def tells() -> None:
+    """Tells the policy where it works, as agents do."""
+    answer = ask([user(os.getcwd())])
+    ask([user(os.getcwd()), answer, user(os.environ["TMPDIR"])])
+
+
 def fails() -> None:
     once()
     print("some output")

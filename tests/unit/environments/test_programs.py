@@ -344,6 +344,18 @@ def test_nothing_of_a_program_stays(play, chat_engine, tokenizer):
     assert not folder.exists() and not left
 
 
+def test_a_program_may_tell_where_it_works(play, chat_engine, tokenizer):
+    """Its folder is the same in each start of a run."""
+    player = play("tells", chat_engine)
+    found = only(player, tokenizer, 3)
+    player.close()
+    again = play("tells", chat_engine)
+    assert only(again, tokenizer, 3) == found and len({each.prompt_ids for each in found}) == 3
+    at_once = play("tells", chat_engine)
+    assert again.folder == player.folder != at_once.folder, "while a run has it, another one does not"
+    assert len(f"{again.folder}/{2**63:x}/tmp/") < 70 and again.folder.stat().st_mode & 0o777 == 0o700
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -371,6 +383,21 @@ def test_nothing_stays_of_a_killed_trainer(tmp_path, count):
     while (folder.exists() or below(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not folder.exists() and not below(str(folder))
+
+
+def test_a_killed_trainer_leaves_the_folder_of_the_next_one(tmp_path):
+    folder, old = tmp_path / "programs", tmp_path / "old"
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), "1"], stdout=subprocess.PIPE)
+    assert trainer.stdout.readline()
+    while not (folder / "0/work/late.txt").exists():
+        time.sleep(0.02)
+    folder.rename(old)
+    (folder / "new").mkdir(parents=True)
+    trainer.kill()
+    trainer.wait()
+    while below(str(old)):
+        time.sleep(0.05)
+    assert (folder / "new").exists()
 
 
 def test_a_program_finds_its_row_and_none_of_the_runs_secrets(play, chat_engine, tokenizer, monkeypatch):
