@@ -95,9 +95,9 @@ def named_folder(name: str) -> Iterator[Path]:
     it. It has another name while a living process, or another user, has one of this name."""
     root = Path(tempfile.gettempdir())
     folder = (root.parent if root.match(TEMPORARY) else root) / name
-    with contextlib.suppress(OSError), locked(folder):
+    with suppress(OSError), locked(folder):
         shutil.rmtree(folder.rename(tempfile.mkdtemp()), ignore_errors=True)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         try:
             folder.mkdir(0o700)
             stack.enter_context(locked(folder))
