@@ -119,8 +119,7 @@ class Update:
     """Optimizer steps of one model on one batch: `epochs` passes over `mini_batches` parts of about equal size.
 
     batch.sequences["no_gradient"], if present, marks sequences on which `loss` has a gradient of zero. They count in
-    the denominators, but the trainer may leave them out (`with_gradient`). With `idle` no step is made if all are
-    marked: Adam's momentum would move the weights even with a zero gradient.
+    the denominators, but the trainer may leave them out (`with_gradient`).
 
     parts: name of the metric for the gradient norm of a part of the loss -> what restricts a loss to that part.
     """
@@ -138,7 +137,7 @@ class Update:
     moments: str = "own"  # the optimizer's moments for these steps: the model's own, or a separate named set
     parts: dict[str, Callable[[LossFunction], LossFunction]] = field(default_factory=dict)
     scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
-    idle: bool = False
+    idle: bool = False  # make no step if all are marked: without a gradient Adam's momentum would move the weights
 
     def computed(self, mini_batch: Batch, skip: bool = False) -> tuple[Batch, dict[str, float]]:
         """The sequences to compute, with `skip` only those with a gradient, and the counts: of the whole mini-batch,
@@ -219,12 +218,8 @@ class PolicyObjective(Objective):
         return torch.ones(len(batch), dtype=torch.bool)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
-        """[R] the attribution that PIPO scales (pipo.txt 4.1). Default: the advantages."""
+        """[R] the attribution that PIPO scales (pipo.txt 4.1), times the loss's importance weights."""
         return self.advantages(batch)
-
-    def importance(self, batch: Batch) -> Tensor | float:
-        """[R] weights of the advantages in the policy's loss, given old_logprobs. PIPO applies them, too."""
-        return 1.0
 
 
 class Plugin(PolicyObjective):
@@ -232,15 +227,11 @@ class Plugin(PolicyObjective):
 
     def __init__(self, base: PolicyObjective, options: Section, setting: Setting = DEFAULT):
         super().__init__(options, setting)
-        self.base = base
+        self.base, self.attribution_needs = base, base.attribution_needs
 
     @property
     def needs(self) -> frozenset[str]:
         return self.base.needs
-
-    @property
-    def attribution_needs(self) -> frozenset[str]:
-        return self.base.attribution_needs
 
     def init(self) -> State:
         return self.base.init()
@@ -259,9 +250,6 @@ class Plugin(PolicyObjective):
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
         return self.base.improvement_attributions(batch)
-
-    def importance(self, batch: Batch) -> Tensor | float:
-        return self.base.importance(batch)
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:

@@ -16,12 +16,6 @@ from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.records import Batch, segment_ids
 
 
-def longest_segment(batch: Batch) -> Tensor:
-    """[B] tokens of each response, of an episode those of its longest segment: the limit is that of one segment."""
-    lengths, segments = batch.by_segment()[0].lengths, segment_ids(batch.segment_counts)
-    return torch.zeros_like(batch.prompt_lens).scatter_reduce(0, segments, lengths, "amax") - batch.prompt_lens
-
-
 class DAPO(GRPO):
     options: section.DAPO
 
@@ -40,5 +34,8 @@ class DAPO(GRPO):
     def _penalty(self, batch: Batch) -> Tensor:
         if not self.options.overlong_buffer:
             return torch.zeros(len(batch))
-        shape = overlong_penalty(longest_segment(batch), self.setting.max_response_tokens, self.options.overlong_buffer)
+        segments, of = batch.by_segment()[0].lengths, segment_ids(batch.segment_counts)
+        # the limit is that of each segment of an episode
+        longest = torch.zeros_like(batch.prompt_lens).scatter_reduce(0, of, segments, "amax") - batch.prompt_lens
+        shape = overlong_penalty(longest, self.setting.max_response_tokens, self.options.overlong_buffer)
         return self.options.overlong_coefficient * shape

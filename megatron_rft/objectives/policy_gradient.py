@@ -56,12 +56,9 @@ class PolicyGradient(PolicyObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        exact = self.options.compares_distributions
-        wanted = {
-            "old_logprobs": self.setting.mini_batches * self.options.epochs > 1 or self.kl_in_reward,
-            "ref_logprobs": self.options.kl_coefficient > 0 and not exact,
-            "reference": exact,
-        }
+        kl, exact = self.options.uses_reference, self.options.compares_distributions
+        several = self.setting.mini_batches * self.options.epochs > 1
+        wanted = {"old_logprobs": several or self.kl_in_reward, "ref_logprobs": kl and not exact, "reference": exact}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     # ---- rewards
@@ -100,16 +97,13 @@ class PolicyGradient(PolicyObjective):
     def aggregated(self, result: Clipped, batch: Batch) -> Loss:
         return surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
 
-    def importance(self, batch: Batch) -> Tensor | float:
-        return 1.0 if self.options.importance == "none" else self._weights(batch.tokens["old_logprobs"], batch)
-
-    def _weights(self, logprobs: Tensor, batch: Batch) -> Tensor:
+    def _importance(self, logprobs: Tensor, batch: Batch) -> Tensor:
         return importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
         if self.options.importance != "none":
-            weights = self._weights(logprobs, batch)
+            weights = self._importance(logprobs, batch)
             batch = batch.with_tokens(advantages=like(batch.tokens["advantages"], weights) * weights)
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)
@@ -132,6 +126,12 @@ class PolicyGradient(PolicyObjective):
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
         return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
+
+    def _weighted(self, credit: Tensor, batch: Batch) -> Tensor:
+        return credit * self._importance(batch.tokens["old_logprobs"], batch)
+
+    def improvement_attributions(self, batch: Batch) -> Tensor:
+        return self._weighted(self.advantages(batch), batch)
 
     # ---- the step
 
@@ -189,4 +189,4 @@ class GroupRelative(PolicyGradient):
     def improvement_attributions(self, batch: Batch) -> Tensor:
         """Of the reward alone: normalised, penalties would weigh as much where rewards are equal."""
         credit = torch.where(self.keep(batch), self.relative(self.rewards(batch), batch.groups), 0.0)
-        return to_tokens(group_normalised(credit, batch.groups), batch)
+        return self._weighted(to_tokens(group_normalised(credit, batch.groups), batch), batch)

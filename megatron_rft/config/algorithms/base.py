@@ -129,10 +129,9 @@ class PolicyGradient(Aggregating):
 
     def _check(self):
         self.unused(self.kl_coefficient == 0, "while kl_coefficient is 0", "kl_estimator", "kl_in")
-        if self.kl_in == "loss" and self.estimator == "k1":
-            raise at("kl_estimator", "k1 in the loss has no gradient on average: use k2, k3, exact or kl_in: reward")
-        if self.kl_in == "reward" and self.estimator != "k1":
-            raise at("kl_estimator", f"{self.estimator} in the reward lacks the KL's gradient: use k1 or kl_in: loss")
+        if (self.estimator == "k1") != (self.kl_in == "reward"):
+            use = "k2, k3 or exact, or kl_in: reward" if self.kl_in == "loss" else "k1, or kl_in: loss"
+            raise at("kl_estimator", f"{self.estimator} in the {self.kl_in} lacks the KL's gradient. Use {use}")
         self.unused(self.importance == "none", "while importance is none", "importance_cap")
         if self.importance != "none" and self.old_logprobs == "rollout":
             raise at("importance", "compares old_logprobs with the engine's: with rollout they are the same")

@@ -99,8 +99,7 @@ class DAPO(GRPO, name="dapo"):
     filter_groups: bool = True
     """Leave out groups whose rewards are all equal, and sample others in their place."""
     max_rounds: Count = 4
-    """Maximum rounds of sampling in a step. After the last, the step trains on the groups that were kept; without any
-    and without another term in the loss, it does not change the policy."""
+    """Maximum rounds of sampling in a step. After the last, the step trains on the groups that were kept, if any."""
     overlong_buffer: Natural = 0
     """A length penalty grows from 0 at this many tokens below rollout.max_response_tokens to 1 at the limit. It affects
     only the advantages. 0: no penalty."""

@@ -115,12 +115,11 @@ class DynamicConstraint(Plugin):
 
     def __init__(self, base: PolicyObjective, options: DynamicOptions, setting: Setting = DEFAULT):
         super().__init__(base, options, setting)
-        self.eta, self.mode = options.eta, options.mode or "loss"
-        self.in_loss = options.eta > 0 and self.mode == "loss"
+        self.eta, self.mode = options.eta, (options.mode or "loss") if options.eta else None  # None: only measures
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.base.needs if self.in_loss else self.base.needs | {"refined_logprobs"}
+        return self.base.needs if self.mode == "loss" else self.base.needs | {"refined_logprobs"}
 
     def keep(self, batch: Batch) -> Tensor:
         """The base's choice; with `agreeing`, also the groups with a pair."""
@@ -141,7 +140,7 @@ class DynamicConstraint(Plugin):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         if not has_pairs(batch):
             return self.base.prepare(batch, state)
-        if not self.in_loss:
+        if self.mode != "loss":
             penalised = self._penalised(batch)
             prepared = self.base.prepare(penalised, state)
             entropies = -batch.tokens["refined_logprobs"].double().sum() / constrained_lens(batch).sum()
@@ -160,7 +159,7 @@ class DynamicConstraint(Plugin):
 
     def _penalised(self, batch: Batch) -> Batch:
         """In mode reward: the batch with tokens["penalty"] [R]."""
-        if self.mode != "reward" or not self.eta or not has_pairs(batch) or "penalty" in batch.tokens:
+        if self.mode != "reward" or not has_pairs(batch) or "penalty" in batch.tokens:
             return batch
         penalty = -self.eta * batch.tokens["refined_logprobs"]
         if self.options.tokens == "mean":
@@ -172,13 +171,11 @@ class DynamicConstraint(Plugin):
         each_step = int(batch.tokens["refined_mask"].sum()) / min(update.mini_batches, len(batch.groups.unique()))
 
         def counts(mini_batch: Batch) -> dict[str, float]:
-            sampled = sampled_only(mini_batch)[0]
-            base = update.counts(sampled)
-            number = max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)
-            responses = max(float((sampled.response_lens > 0).sum()), 1.0)
-            constrained = responses if self.options.per == "responses" else number
+            sampled, refined = sampled_only(mini_batch)[0], mini_batch.sequences["refined"] == 1
+            constrained = sampled.response_lens > 0 if self.options.per == "responses" else refined
+            own = {"constrained": max(float(constrained.sum()), 1.0), "refined_tokens": each_step}
             # refined_tokens is the mean per mini-batch, so one without pairs does not lower the step's cross-entropy
-            return base | {"constrained": constrained, "refined_tokens": each_step}
+            return update.counts(sampled) | own
 
         return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counts, parts=PARTS)
 

@@ -103,7 +103,7 @@ class PIPO(Plugin):
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
-        previous = batch.with_tokens(attributions=self.improvement_attributions(batch) * self.importance(batch))
+        previous = batch.with_tokens(attributions=self.improvement_attributions(batch))
         previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.trained(batch))
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state

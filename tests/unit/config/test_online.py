@@ -78,7 +78,10 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         # options that would do nothing
         (["algorithm.kl_coefficient=0", "algorithm.kl_in=reward"], "kl_in: does nothing while kl_coefficient is 0"),
         (["algorithm.kl_coefficient=0", "algorithm.kl_estimator=k1"], "does nothing while kl_coefficient is 0"),
-        (["algorithm.kl_estimator=k1"], "k1 in the loss has no gradient on average"),
+        (
+            ["algorithm.kl_estimator=k1"],
+            "k1 in the loss lacks the KL's gradient. Use k2, k3 or exact, or kl_in: reward",
+        ),
         (["algorithm.kl_estimator=k3", "algorithm.kl_in=reward"], "k3 in the reward lacks the KL's gradient"),
         (["algorithm={name: rloo, kl_estimator: exact}"], "exact in the reward lacks the KL's gradient"),
         (["constraint={kind: static, eta: 0.1, mode: reward}", "algorithm.kl_estimator=k2"], "k2 in the reward"),
