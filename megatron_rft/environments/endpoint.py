@@ -50,13 +50,13 @@ class Reply:
     """The answer to a request, and the clients that wait for it."""
 
     task: asyncio.Task
-    waiting: list[web.Request] = field(default_factory=list)
+    waiting: list[asyncio.Transport | None] = field(default_factory=list)
     delivered: bool = False
     sent: bool = False
 
     @property
     def abandoned(self) -> bool:
-        return not self.delivered and all(gone(request) for request in self.waiting)
+        return not self.delivered and all(map(gone, self.waiting))
 
     @property
     def failed(self) -> bool:
@@ -145,7 +145,7 @@ class Endpoint:
             try:
                 answer = await (self._stream if body.get("stream") else self._whole)(request, reply, dialect, body)
                 await answer.write_eof()
-                reply.delivered |= not gone(request)
+                reply.delivered |= not gone(request.transport)
                 return answer
             finally:
                 if reply.task.done() and not reply.failed and not reply.sent:
@@ -163,7 +163,7 @@ class Endpoint:
             reply = Reply(self.loop.create_task(self._answered(episode, asked, messages)))
             reply.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
             replies.append(reply)
-        reply.waiting.append(request)
+        reply.waiting.append(request.transport)
         return reply
 
     async def _answered(self, episode: ProgramEpisode, asked: dict, messages: list) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def logprob(text: str, value: float) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
 
 
-def gone(request: web.Request) -> bool:
-    return request.transport is None or request.transport.is_closing()
+def gone(client: asyncio.Transport | None) -> bool:
+    return client is None or client.is_closing()
 
 
 @web.middleware

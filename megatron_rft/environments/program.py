@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import threading
 import time
@@ -30,6 +29,7 @@ from megatron_rft.environments.template import Template, plain, seen
 from megatron_rft.environments.turns import PolicyTurn, Tree
 from megatron_rft.inference.engine import Request, request_seed
 from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.utils.end_with_parent import remove_folder
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.processes import absolute, activity, end_reaper, start_helper
 
@@ -311,7 +311,7 @@ class ProgramEpisode:
             self._fail(str(error))
             raise
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(str(self.folder))
             with self.changed:
                 self.changed.notify_all()
 

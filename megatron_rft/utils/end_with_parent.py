@@ -55,9 +55,18 @@ def reaper(remove: str, parent: int, command: list[str]) -> int:
         signal.signal(END, signal.SIG_IGN)
         _kill_children()
         if remove == os.readlink(f"/proc/self/fd/{found}") and os.getppid() != parent:
-            import shutil
+            remove_folder(remove)
 
-            shutil.rmtree(remove, ignore_errors=True)
+
+def remove_folder(path: str) -> None:
+    """Also one with folders that are read-only, such as Go's module cache."""
+    import shutil
+    from contextlib import suppress
+
+    for folder, _, _ in os.walk(path):
+        with suppress(OSError):  # another user's, or gone
+            os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _kill_children() -> None:

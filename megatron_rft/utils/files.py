@@ -1,6 +1,7 @@
 """Atomic writes, for files that another process may read, or that a full disk must not leave incomplete; digests and
 JSON lines of files; and temporary folders that outlive no process."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -9,9 +10,11 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megatron_rft.utils.end_with_parent import remove_folder
 
 TEMPORARY = "megatron_rft_????????.tmp"
 START = ("MASTER_ADDR", "MASTER_PORT", "MEGATRON_RFT_LAUNCHER", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")  # of a run
@@ -67,7 +70,7 @@ def read_json_lines(path: Path) -> list[Any]:
     if path.is_file():
         # Not splitlines: a text may contain U+2028 or U+0085, which JSON does not escape.
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with suppress(ValueError):
+            with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return values
 
@@ -78,11 +81,11 @@ def temporary_folder() -> Iterator[Path]:
     it. Removes those of killed processes first: a process locks its own."""
     root = Path(tempfile.gettempdir())
     for other in root.glob(TEMPORARY):
-        with suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
+        with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
             _remove(other)
     new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp"))
-    with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks: nobody removes it after a kill
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it after a kill
             stack.enter_context(locked(new))
         folder = new.rename(root / new.name.removeprefix("."))  # locked before anybody finds it
         stack.callback(_remove, folder)
@@ -95,15 +98,15 @@ def named_folder(name: str) -> Iterator[Path]:
     it. It has another name while a living process, or another user, has one of this name."""
     root = Path(tempfile.gettempdir())
     folder = (root.parent if root.match(TEMPORARY) else root) / name
-    with suppress(OSError), locked(folder):
-        shutil.rmtree(folder.rename(tempfile.mkdtemp()), ignore_errors=True)
-    with ExitStack() as stack:
+    with contextlib.suppress(OSError), locked(folder):
+        remove_folder(str(folder.rename(tempfile.mkdtemp())))
+    with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(0o700)
             stack.enter_context(locked(folder))
         except OSError:
             folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(remove_folder, str(folder))
         yield folder
 
 
@@ -118,7 +121,7 @@ def record_shared_memory(paths: set[str]) -> None:
 def _remove(folder: Path) -> None:
     for record in folder.glob(f"*{SHARED}"):
         for path in record.read_text().splitlines():
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 os.unlink(path)
     shutil.rmtree(folder, ignore_errors=True)
 

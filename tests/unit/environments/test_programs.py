@@ -3,6 +3,7 @@ of one segment, and nothing of a program stays."""
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from megatron_rft.environments.tools import schemas
 from megatron_rft.environments.worker import maker
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.records import Prompt
+from megatron_rft.utils import end_with_parent
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.environments.test_template import CHATML
 from tests.unit.inference.tiny import CONFIGS, build_engine, build_model
@@ -356,6 +358,35 @@ def test_a_program_may_tell_where_it_works(play, chat_engine, tokenizer):
     assert len(f"{again.folder}/{2**63:x}/tmp/") < 70 and again.folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_folders_that_are_read_only_are_removed():
+    """As Go's module cache. Root may write there, other users may not."""
+    user = os.getuid() or 65534
+    script = "import os, shutil, sys; sys.path.insert(0, sys.argv[1]); from end_with_parent import remove_folder; "
+    script += "os.setuid(int(sys.argv[2])); remove_folder(sys.argv[3])"
+    with tempfile.TemporaryDirectory() as name:
+        root, episode = Path(name), Path(name, "episode")
+        (episode / "cache/module").mkdir(parents=True)
+        (episode / "cache/module/go.mod").touch()
+        (root / "other").mkdir(mode=0o555)
+        (episode / "link").symlink_to(root / "other")
+        for path in (root, *root.rglob("*")):
+            os.chown(path, user, -1, follow_symlinks=False)
+        for path in (episode / "cache/module", episode / "cache", episode):
+            path.chmod(0o555)
+        helpers = str(Path(end_with_parent.__file__).parent)
+        subprocess.run([sys.executable, "-c", script, helpers, str(user), str(episode)], check=True)
+        assert not episode.exists() and (root / "other").stat().st_mode & 0o777 == 0o555
+
+
+def test_what_cannot_be_removed_is_in_nobodys_way(play, chat_engine, tokenizer, monkeypatch):
+    player = play("tells", chat_engine)
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron_rft.environments.program.remove_folder", lambda folder: None)
+        (first,) = only(player, tokenizer)
+    (second,) = only(player, tokenizer)
+    assert first.finish_reason != "abort" != second.finish_reason and first != second
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -486,9 +517,9 @@ def test_a_stream_is_kept_alive_while_the_policy_takes_its_time(play, chat_engin
 
 
 def patient(episode) -> int:
-    """How many clients wait that say that they do."""
+    """How many clients wait for a turn that another has left."""
     open = [reply for replies in list(episode.jobs.values()) for reply in replies if not reply.task.done()]
-    return sum("patient" in request.headers for reply in open for request in reply.waiting)
+    return sum(len(reply.waiting) - 1 for reply in open)
 
 
 def test_each_of_several_equal_requests_has_a_retry_of_its_own(play, chat_engine, tokenizer):
@@ -529,6 +560,19 @@ def test_a_retry_does_not_sample_again(play, chat_engine, tokenizer):
     chat_engine.generate = slow
     (response,) = only(player, tokenizer)
     assert calls == [1, 1, 1] and len(turns_of(response)) == 3, response.score
+
+
+def test_no_request_is_held_until_its_episode_ends(play, chat_engine, tokenizer, monkeypatch):
+    end, held = ProgramEpisode._end, []
+
+    def ended(self):
+        gc.collect()
+        held.append([each for each in gc.get_objects() if isinstance(each, endpoint.web.Request)])
+        end(self)
+
+    monkeypatch.setattr(ProgramEpisode, "_end", ended)
+    (response,) = only(play("agent", chat_engine), tokenizer)
+    assert len(turns_of(response)) == 12 and [len(each) <= 1 for each in held] == [True]
 
 
 def test_openais_client(play, chat_engine, tokenizer):
