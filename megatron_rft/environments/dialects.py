@@ -61,11 +61,8 @@ def from_messages(body: dict) -> dict:
 
 def _from_message(role: str, content: Any) -> list[dict]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    results = [
-        {"role": "tool", "tool_call_id": each["tool_use_id"], "content": each.get("content")}
-        for each in blocks
-        if each["type"] == "tool_result"
-    ]
+    told = [each for each in blocks if each["type"] == "tool_result"]
+    results = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": each.get("content")} for each in told]
     calls = [_call(each["id"], each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
     rest = [each for each in blocks if each["type"] not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
     message: dict[str, Any] = {"role": role, "content": rest}

@@ -32,9 +32,8 @@ REFUSED: dict[str, tuple] = {
     **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids"), ({}, [])),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-    **dict.fromkeys(
-        ("functions", "documents", "prediction", "audio", "chat_template", "chat_template_kwargs"), ([], {})
-    ),
+    **dict.fromkeys(("functions", "documents", "prediction", "audio"), ([], {})),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), ([], {})),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "add_generation_prompt"), (False,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
     "tool_choice": ("auto", "none"),
@@ -171,8 +170,7 @@ class Endpoint:
         self._check(asked)
         tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
         most = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        stop = asked.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else stop
+        stop = [given] if isinstance(given := asked.get("stop") or [], str) else given
         try:
             asks = episode.ask(messages, tools, asked.get("n") or 1, most, stop)
         except Refused as error:

@@ -21,9 +21,7 @@ class Spoken:
     tokenizer: Any
     stops: tuple[int, ...]
 
-    def message(
-        self, prompt: tuple[int, ...], sampled: Response, tools: Any, stop: list[str], id: str
-    ) -> tuple[dict[str, Any], Response]:
+    def message(self, prompt: Any, sampled: Response, tools: Any, stop: list[str], id: str) -> tuple[dict, Response]:
         """The message, and the turn, which ends with the token that completes one of the texts `stop`. What follows an
         opened thought that is not closed is no answer, and no calls."""
         sampled = self._cut(sampled, stop)
@@ -67,8 +65,7 @@ class Spoken:
         ids = list(sampled.token_ids)
         if not any(each in self._decode(ids) for each in stop):
             return sampled
-        lengths = range(1, len(ids) + 1)
-        length = next(n for n in lengths if any(each in self._decode(ids[:n]) for each in stop))
+        length = next(n for n in range(1, len(ids) + 1) if any(each in self._decode(ids[:n]) for each in stop))
         routes = sampled.routes
         return replace(
             sampled,

@@ -304,8 +304,7 @@ class Episodes(Engine):
 
 
 def turn_seed(request: Request, sample: int, prompt: Sequence[int], occurrence: int = 0, *images: str) -> int:
-    """The seed of a turn of an episode. It depends on its prompt, on how often the episode has asked for that, and on
-    a digest of its images, if there are any."""
+    """The seed of a turn. It depends on its prompt, a digest of its images, and how often the episode asked that."""
     asked = hashlib.blake2b(array("q", prompt)).hexdigest()
     return request_seed(request.seed, sample, "turn", asked, occurrence, *images)
 

@@ -125,11 +125,8 @@ class ProgramEpisode:
             ids = template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools)
             own, images = parent and parent.images, seen(said, self._problem.images)
             between, images = tuple(filled(ids, images)), joined(own, images)
-        except DataError as error:
-            raise Refused(400, str(error), "invalid_messages") from None
-        except UnicodeEncodeError as error:
-            what = f"messages or tools have half of a surrogate pair, {error.object[error.start]!r}: remove it"
-            raise Refused(400, what, "invalid_messages") from None
+        except (DataError, UnicodeEncodeError) as error:
+            raise Refused(400, f"messages or tools: {error}", "invalid_messages") from None
         prompt = (*(parent.tokens if parent else ()), *between)
         room = len(self.request.prompt_ids) + self.longest - len(prompt)
         if room < 1:
@@ -138,11 +135,10 @@ class ProgramEpisode:
         limit = min(filter(None, (room, self.world.options.turn_tokens, most)))
         with self.changed:
             self._count(parent, n)
-            digest = [images.digest] if images else []
-            first = self.asked[prompt, *digest]
-            self.asked[prompt, *digest] += n
+            key = (prompt, images.digest) if images else (prompt,)
+            first, self.asked[key] = self.asked[key], self.asked[key] + n
             places = range(first, first + n)
-            seeds = [turn_seed(self.request, self.sample, prompt, place, *digest) for place in places]
+            seeds = [turn_seed(self.request, self.sample, prompt, place, *key[1:]) for place in places]
             given = (messages, tools, parent, said, images, between, prompt)
             asks = [Ask(self, *given, *each, limit, stop) for each in zip(places, seeds, strict=True)]
             self._tick()
@@ -183,9 +179,8 @@ class ProgramEpisode:
 
     def _start(self) -> None:
         options, folder = self.world.options, self.world.folder
-        self.folder = folder / f"{request_seed(self.request.seed, self.sample):x}"
-        if self.folder.exists():  # what could not be removed
-            self.folder = folder / self.secret[:12].replace("-", "_")
+        names = f"{request_seed(self.request.seed, self.sample):x}", self.secret[:12].replace("-", "_")
+        self.folder = next(folder / name for name in names if not (folder / name).exists())  # one may be left
         for part in ("work", "home", "tmp"):
             (self.folder / part).mkdir(parents=True, mode=0o700)
         images = {"images": self._problem.images.urls()} if self._problem.images else {}

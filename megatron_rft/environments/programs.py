@@ -1,6 +1,5 @@
 """Plays episodes of programs (program.py) with an engine, in waves or each at its own pace."""
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from megatron_rft.environments.endpoint import Endpoint
 from megatron_rft.environments.messages import Spoken
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.program import Ask, ProgramEpisode, World
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling, request_seed
 from megatron_rft.records import Response
-from megatron_rft.utils.files import named_folder
+from megatron_rft.utils.files import temporary_folder
 
 
 @dataclass
@@ -42,8 +41,7 @@ class Programs(Episodes):
         """For the episodes' folders; not below the run's folder, which may be slow, and whose path may be long. A
         resumed run has the same one, because a program may tell the policy where it is."""
         rank = os.path.abspath(f"{self.processes.members[0].log}")
-        digest = hashlib.blake2b(os.fsencode(rank), digest_size=6).hexdigest()
-        return self.folders.enter_context(named_folder(f"megatron-rft-{digest}"))
+        return self.folders.enter_context(temporary_folder(f"megatron-rft-{request_seed(rank):x}"))
 
     @cached_property
     def world(self) -> World:

@@ -36,7 +36,6 @@ def reaper(remove: str, parent: int, command: list[str]) -> int:
     """Run a command, and kill all processes that it started when it ends, on END, and when `parent` ends. Returns the
     command's status. Removes vLLM's shared memory that these processes used, and the folder `remove`, unless it is
     empty, if `parent` has ended. A new folder of that name stays."""
-    found, remove = os.open(remove or "/", os.O_PATH), remove and os.path.realpath(remove)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(END, _leave)
     try:
@@ -48,13 +47,13 @@ def reaper(remove: str, parent: int, command: list[str]) -> int:
             except OSError as error:
                 print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
             os._exit(127)
-        os.closerange(3, found)  # the files of `pass_fds` are the command's alone
-        os.closerange(found + 1, os.sysconf("SC_OPEN_MAX"))
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of `pass_fds` are the command's alone
+        os.chdir(remove or ".")
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         signal.signal(END, signal.SIG_IGN)
         _kill_children()
-        if remove == os.readlink(f"/proc/self/fd/{found}") and os.getppid() != parent:
+        if remove and os.getppid() != parent and os.readlink("/proc/self/cwd") == os.path.realpath(remove):
             remove_folder(remove)
 
 

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -76,37 +75,23 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder(name: str = "") -> Iterator[Path]:
     """Yield a folder beside other temporary files, and remove it at the end, with the shared memory that is recorded in
-    it. Removes those of killed processes first: a process locks its own."""
+    it. Removes those of killed processes first: a process locks its own. `name`: the folder's, if it is free, also
+    where the folder for temporary files is such a one."""
     root = Path(tempfile.gettempdir())
-    for other in root.glob(TEMPORARY):
-        with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
-            _remove(other)
-    new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp"))
+    root = root.parent if name and root.match(TEMPORARY) else root
+    for other in root.glob(name or TEMPORARY):
+        with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, or gone
+            if other.lstat().st_uid == os.getuid():
+                _remove(other)
+    new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp", dir=root))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks: nobody removes it after a kill
             stack.enter_context(locked(new))
-        folder = new.rename(root / new.name.removeprefix("."))  # locked before anybody finds it
+        free = name and not os.path.lexists(root / name)
+        folder = new.rename(root / (name if free else new.name.removeprefix(".")))  # locked before anybody finds it
         stack.callback(_remove, folder)
-        yield folder
-
-
-@contextmanager
-def named_folder(name: str) -> Iterator[Path]:
-    """Yield a folder beside other temporary files, and remove it at the end. Removes what a killed process has left in
-    it. It has another name while a living process, or another user, has one of this name."""
-    root = Path(tempfile.gettempdir())
-    folder = (root.parent if root.match(TEMPORARY) else root) / name
-    with contextlib.suppress(OSError), locked(folder):
-        remove_folder(str(folder.rename(tempfile.mkdtemp())))
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(0o700)
-            stack.enter_context(locked(folder))
-        except OSError:
-            folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        stack.callback(remove_folder, str(folder))
         yield folder
 
 
@@ -123,7 +108,7 @@ def _remove(folder: Path) -> None:
         for path in record.read_text().splitlines():
             with contextlib.suppress(OSError):
                 os.unlink(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(str(folder))
 
 
 @contextmanager

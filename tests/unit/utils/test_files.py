@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from megatron_rft.utils.files import named_folder, read_json, record_shared_memory, replacing, temporary_folder
+from megatron_rft.utils.files import read_json, record_shared_memory, replacing, temporary_folder
 
 HOLD = """
 from megatron_rft.utils.files import temporary_folder
@@ -51,7 +51,7 @@ def test_a_named_folder_is_empty_and_nobody_elses(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "episodes").mkdir()
     (tmp_path / "episodes/left").touch()  # by a killed process
-    with named_folder("episodes") as own, named_folder("episodes") as other:
+    with temporary_folder("episodes") as own, temporary_folder("episodes") as other:
         assert own == tmp_path / "episodes" and other.parent == tmp_path and other != own
         for folder in (own, other):
             assert not [*folder.iterdir()] and folder.stat().st_mode & 0o777 == 0o700
@@ -60,11 +60,11 @@ def test_a_named_folder_is_empty_and_nobody_elses(tmp_path, monkeypatch):
     assert not own.exists() and not other.exists() and not left
     (tmp_path / "another users").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "another users")
-    with named_folder("link") as folder:
+    with temporary_folder("link") as folder:
         assert folder.resolve().parent == tmp_path and folder.name != "another users" and not folder.is_symlink()
     with temporary_folder() as temporary, monkeypatch.context() as there:
         there.setattr(tempfile, "tempdir", str(temporary))
-        with named_folder("episodes") as folder:
+        with temporary_folder("episodes") as folder:
             assert folder == tmp_path / "episodes", "the same in each start of a run"
 
 
