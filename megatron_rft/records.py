@@ -85,7 +85,7 @@ class Batch:
 
     Names in use, `tokens` [R]: response_mask (1 where the policy wrote the token), rollout_logprobs (engine),
     turn_rewards (an episode's, on the last token of each turn), old_logprobs (trainer, before the step), ref_logprobs,
-    ref_kl, teacher_logprobs, values, advantages, returns.
+    teacher_logprobs, values, advantages, returns.
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py),
     route (key of the experts that the engine used, in rollout/routes.py; -1: none),

@@ -33,7 +33,8 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rft.utils import end_with_parent
-from megatron_rft.utils.processes import ENDING, PR_SET_CHILD_SUBREAPER, REAPER, STOP_SIGNALS, die_with, parent_of
+from megatron_rft.utils.end_with_parent import PR_SET_CHILD_SUBREAPER, STOP_SIGNALS, die_with, parent_of
+from megatron_rft.utils.processes import ENDING, REAPER
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -22,8 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rft.launching.hangs import descendants
+from megatron_rft.utils.end_with_parent import children, shared_memory
 from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.processes import children, shared_memory, started
+from megatron_rft.utils.processes import started
 from tests.integration.test_kill_and_resume import numbers
 from tests.integration.tiny import ROOT, kill, start
 

@@ -183,7 +183,7 @@ class Objective(ABC):
         self.options, self.setting = options, setting
 
     needs: frozenset[str] = frozenset()
-    """Values that `prepare` reads from the batch: "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs",
+    """Values that `prepare` reads from the batch: "old_logprobs", "ref_logprobs", "teacher_logprobs",
     "values", "refined_logprobs"; and "reference" if an update compares with the reference's distribution."""
 
     def init(self) -> State:

@@ -21,7 +21,6 @@ OPTIMIZER_TRAFFIC = 6.5  # bytes per byte of the optimizer's state
 # FLOPs of experts' products, with the kernels around them, per byte of memory bandwidth. Fitted to one published run on
 # H100, a quarter of its bf16 rate; on H20, with a seventh of the FLOPs, a published run has the rate of other products.
 EXPERTS = 73.8
-FUSED = 0.4  # share of this traffic with Transformer Engine's kernels: an assumption
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Machine:
     sequence_parallel: bool
     recompute: str | None
     element: int = 2
-    fused: bool = False
     keys: float | None = None  # of shared prompts (shared_prompts.Group)
 
     @property
@@ -68,7 +66,7 @@ class Machine:
         return flops / self.chip.flops / self.efficiency.compute
 
     def traffic(self, size: float) -> float:
-        return size * (FUSED if self.fused else 1) / self.chip.bandwidth / self.efficiency.memory
+        return size / self.chip.bandwidth / self.efficiency.memory
 
     def ring(self, size: float, ranks: int, stride: int) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total over ranks `stride` apart."""

@@ -116,7 +116,7 @@ class Networks:
         if "values" in objective.needs:
             critic = self.critic(recipe.critic, total_steps * optimizer_steps, actor)
         kl_every, rate, teaching = constraint.kl_every if constraint else 0, algorithm.teacher_average, recipe.teaching
-        if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
+        if objective.needs & {"ref_logprobs", "reference"} or kl_every or recipe.refines:
             reference = reference_weights(recipe.model, recipe.run.seed, actor)
         return Models(
             actor,

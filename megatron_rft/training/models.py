@@ -97,9 +97,6 @@ class Models:
         missing = self.needs - batch.tokens.keys()
         if "old_logprobs" in missing:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
-        if "ref_kl" in missing:
-            second = Second(batch, self.reference)
-            batch = batch.with_tokens(ref_kl=self.actor.outputs(batch, frozenset({"reverse_kl"}), second)["reverse_kl"])
         if "ref_logprobs" in missing:
             batch = batch.with_tokens(ref_logprobs=self.reference_logprobs(batch))
         if "refined_logprobs" in missing:

@@ -14,7 +14,7 @@ from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 OPTION = "algorithm.objective"
-CAN_NEED = ("old_logprobs", "ref_logprobs", "ref_kl", "reference", "values")
+CAN_NEED = ("old_logprobs", "ref_logprobs", "reference", "values")
 OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `OwnAlgorithm` has for every class
 
 
@@ -92,5 +92,5 @@ def _check_needs(objective: PolicyObjective) -> None:
             if critic
             else "critic: is missing, and the objective needs values. Give at least critic.lr, e.g. 1e-5"
         )
-    if objective.setting.reference and not objective.needs & {"ref_logprobs", "ref_kl", "reference"}:
+    if objective.setting.reference and not objective.needs & {"ref_logprobs", "reference"}:
         raise ConfigError("model.reference does nothing: the objective needs no reference")

@@ -20,16 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils import end_with_parent
-from megatron_rft.utils.end_with_parent import (  # noqa: F401 (names of processes, found here)
-    END,
-    PR_SET_CHILD_SUBREAPER,
-    STOP_SIGNALS,
-    children,
-    die_with,
-    parent_of,
-    shared_memory,
-    status_fields,
-)
+from megatron_rft.utils.end_with_parent import END, STOP_SIGNALS, status_fields
 
 ENDING = (sys.executable, "-IS", end_with_parent.__file__)  # followed by the parent's pid and a command
 REAPER = (*ENDING, "--reap")  # followed by a folder to remove, or nothing, and the same

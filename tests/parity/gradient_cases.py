@@ -322,7 +322,6 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
     actor, noise = actors["actor"], batch.tokens["noise"]
     now = actor.outputs(batch, LOGPROBS)["logprobs"]
     values = actors["critic"].outputs(batch, frozenset({"values"}))["values"]
-    exact = actor.outputs(batch, frozenset({"reverse_kl"}), Second(batch, frozen))["reverse_kl"]
     with actor.use_weights(frozen):
         ref = actor.outputs(batch, LOGPROBS)["logprobs"]
     teacher = actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
@@ -330,7 +329,6 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
         old_logprobs=now + 0.1 * noise,
         rollout_logprobs=now + 0.2 * noise.flip(0),
         ref_logprobs=ref,
-        ref_kl=exact,
         teacher_logprobs=teacher,
         values=values + 0.3 * noise,
     )

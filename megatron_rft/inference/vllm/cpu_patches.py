@@ -50,9 +50,8 @@ def prepare() -> None:
 @contextmanager
 def preserved_process_state() -> Iterator[None]:
     """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
-    torch.set_num_threads, and on a GPU leaves torch one thread. What vLLM freezes could not be collected at its end,
-    and what it thaws, such as all modules, every later collection would look at for half a second: here it does
-    neither."""
+    torch.set_num_threads, and on a GPU leaves torch one thread. Nor does it freeze or thaw objects: what is frozen is
+    not collected at its end, and at what is thawed, such as all modules, each collection looks for half a second."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     threads = torch.get_num_threads()
     collector = gc.freeze, gc.unfreeze

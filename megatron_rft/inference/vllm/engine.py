@@ -47,10 +47,10 @@ from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
 from megatron_rft.records import Response
 from megatron_rft.utils.asleep import asleep
+from megatron_rft.utils.end_with_parent import shared_memory
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.position import here
-from megatron_rft.utils.processes import shared_memory
 
 PARTS = ("weights", "kv_cache")  # vLLM's names of what sleeps
 STEPPING = Lock()  # only one engine of this process runs a step at a time

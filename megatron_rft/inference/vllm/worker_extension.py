@@ -20,10 +20,10 @@ from megatron_rft.inference.vllm import cpu_patches, draft_models, images
 from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver, register
+from megatron_rft.utils.end_with_parent import shared_memory
 from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.network_interface import name_for_gloo
 from megatron_rft.utils.position import write_engine_stacks
-from megatron_rft.utils.processes import shared_memory
 
 WIRE = "wire"
 

@@ -25,7 +25,6 @@ TOKENS = {
     "ref": "ref_logprobs",
     "rollout": "rollout_logprobs",
     "value": "values",
-    "kl": "ref_kl",
 }
 COMMON = {
     "clip_low": st.sampled_from([0.0, 0.1, 0.2]),

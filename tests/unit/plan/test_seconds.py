@@ -61,7 +61,8 @@ def predicted(s, layout, length, sequences, fp8, sharded=False):
     micro-batch gathers the weights twice and scatters the gradients."""
     chip = device("h100")
     chip = replace(chip, flops=2 * chip.flops) if fp8 else chip
-    machine = Machine(chip, Efficiency(), s, layout, layout.tp > 1, "selective", fused=True)
+    of_fused = replace(Efficiency(), memory=Efficiency().memory / 0.4)  # the traffic with fused kernels: an assumption
+    machine = Machine(chip, of_fused, s, layout, layout.tp > 1, "selective")
     state, tokens = state_of(s, layout), length * sequences
     found = machine.passes(tokens, length, length, backward=True) + machine.update(state)
     if sharded:
@@ -138,7 +139,6 @@ def test_options_change_the_seconds_of_a_step():
 
     plain = step(Layout(64, 8, 1, 1, 1, 8))
     assert step(Layout(64, 8, 1, 1, 1, 8), recompute="full").kernels > 1.2 * plain.kernels
-    assert step(Layout(64, 8, 1, 1, 1, 8), fused=True).kernels < plain.kernels
     assert step(Layout(64, 4, 1, 1, 1, 4)).links < plain.links
     assert step(Layout(128, 8, 1, 1, 1, 8)).kernels == pytest.approx(plain.kernels / 2, rel=0.05)
     bubble = step(Layout(64, 8, 4, 1, 1, 8)).kernels
