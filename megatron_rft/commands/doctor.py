@@ -30,10 +30,6 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def package_of(module: str | None) -> str | None:
     """Return the required package that an import did not find; None if it is not one of them."""
     top = (module or "").split(".")[0]
@@ -66,7 +62,7 @@ def cuda_problem() -> str | None:
 
 def transformer_engine_problem(cuda: bool) -> str | None:
     """Import Transformer Engine, because the package cannot be used without its extension for torch."""
-    if not found("transformer_engine"):
+    if importlib.util.find_spec("transformer_engine") is None:
         fix = TRANSFORMER_ENGINE_INSTALL if cuda else "useful only with a GPU"
         return f"not installed: fp8 and its fused layers are not available; {fix}"
     try:

@@ -20,9 +20,10 @@ from pathlib import Path
 from megatron_rft.config.sections import Faults
 from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankState, describe, diagnose
 from megatron_rft.launching.slurm import Node
+from megatron_rft.utils.end_with_parent import children
 from megatron_rft.utils.files import read_json, write_atomically
 from megatron_rft.utils.position import Collective, Position, read
-from megatron_rft.utils.processes import children, process_state
+from megatron_rft.utils.processes import process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
 STACKS_S = 20.0  # at most, for processes to write their stacks

@@ -25,10 +25,11 @@ from megatron_rft.launching.hangs import Watch, position_file, stack_folder
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.device import has_cuda_device
+from megatron_rft.utils.end_with_parent import die_with
 from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, USER_ERROR, ConfigError
 from megatron_rft.utils.files import read_json, temporary_folder, write_atomically
 from megatron_rft.utils.position import STACKS, here, write_stacks_on_signal
-from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts, die_with, reserved_port
+from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts, reserved_port
 
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)

@@ -50,9 +50,10 @@ from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.lora import sharded_state
 from megatron_rft.utils import checkpoint_files
 from megatron_rft.utils.checkpoint_files import PARTIAL, latest
+from megatron_rft.utils.end_with_parent import die_with
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder_is_lost
 from megatron_rft.utils.files import flush
-from megatron_rft.utils.processes import die_with, without_stop_signals
+from megatron_rft.utils.processes import without_stop_signals
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # only this format can change TP and PP
 

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rft.utils.processes import children
+from megatron_rft.utils.end_with_parent import children
 
 ENGINES = (b"megatron_rft.inference.process_worker", b"megatron_rft.utils.processes")  # the other: around a server
 

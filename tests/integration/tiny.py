@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from examples.quickstart import arithmetic
 from megatron_rft.launching.hangs import descendants
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.utils.processes import children, process_state
+from megatron_rft.utils.end_with_parent import children
+from megatron_rft.utils.processes import process_state
 from tests.fork_server import ENVIRONMENT, Forked, ForkedVLLM
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,9 @@ from megatron_rft.inference.vllm.engine import VLLMEngine
 from megatron_rft.inference.vllm.server_client import ServerEngine
 from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.end_with_parent import children
 from megatron_rft.utils.errors import ConfigError, RunFailed
-from megatron_rft.utils.processes import STOP_SIGNALS, children, reserved_port
+from megatron_rft.utils.processes import STOP_SIGNALS, reserved_port
 from tests.parity.launch import EVERYTHING
 from tests.shapes import sizes
 from tests.unit.inference.tiny import assert_supports

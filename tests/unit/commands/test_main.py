@@ -163,7 +163,7 @@ class TestWords:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setenv("PATH", str(tmp_path))
         assert "no NVIDIA driver" in doctor.cuda_problem()
-        monkeypatch.setattr(doctor, "found", lambda name: False)
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
         assert "--no-build-isolation transformer-engine-torch==" in doctor.transformer_engine_problem(cuda=True)
         assert set(doctor.checks(False)) == {
             "CUDA",

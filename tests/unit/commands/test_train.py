@@ -7,7 +7,7 @@ import sys
 RUN = """
 import os
 from megatron_rft.commands.train import work
-from megatron_rft.utils.processes import children
+from megatron_rft.utils.end_with_parent import children
 
 def run():
     from torch._inductor.async_compile import AsyncCompile

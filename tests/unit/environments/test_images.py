@@ -204,7 +204,7 @@ def test_an_image_that_cannot_be_shown_costs_its_episode(made, kind, reads, mess
 
 
 def test_a_turns_seed_depends_on_its_images_and_not_on_the_order_of_requests(made):
-    _, (_, bare), *_ = made
+    _, (_, bare, *_), *_ = made
     world = SimpleNamespace(options=Program(kind="program", command=["x"]), template=Template(make.tokenizer(), (0,)))
 
     def asked(color):

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rft.environments.process import EnvironmentProcess, EpisodeEnvironment, EpisodeFailed, shown
 from megatron_rft.responses import Prompt
-from megatron_rft.utils.processes import children, process_state
+from megatron_rft.utils.end_with_parent import children
+from megatron_rft.utils.processes import process_state
 
 OPENS = """
 import subprocess

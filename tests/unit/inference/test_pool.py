@@ -19,8 +19,8 @@ from megatron_rft.inference.engine import Engine, EngineLost, Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
+from megatron_rft.utils.end_with_parent import children
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.processes import children
 from tests.fork_server import ForkedEngine, server
 from tests.unit.inference.tiny import hf_stream
 

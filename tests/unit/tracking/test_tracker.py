@@ -65,7 +65,8 @@ from contextlib import closing
 from pathlib import Path
 from megatron_rft.config.sections import Tracking, Wandb
 from megatron_rft.tracking.tracker import Tracker
-from megatron_rft.utils.processes import children, process_state
+from megatron_rft.utils.end_with_parent import children
+from megatron_rft.utils.processes import process_state
 
 config = Tracking(progress="plain", wandb=Wandb(project="test", mode="offline"))
 with closing(Tracker(Path("."), config, 9)) as tracker:

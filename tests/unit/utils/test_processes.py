@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rft.utils import processes
+from megatron_rft.utils.end_with_parent import children
 from megatron_rft.utils.processes import (
     END,
     STOP_SIGNALS,
     Interrupts,
     activity,
-    children,
     end_reaper,
     process_state,
     reserved_port,
