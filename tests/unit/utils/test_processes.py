@@ -118,9 +118,9 @@ def test_a_helper_ends_with_its_process_and_not_with_a_thread(how, tmp_path):
     """`how`: a helper that a thread starts, which then ends; or a fork."""
     forked = "with without_stop_signals():\n    if not os.fork(): die_with(own); open('pid', 'w'); time.sleep(600)"
     started = f"t = threading.Thread(target=lambda: {how}); t.start(); t.join()"
-    script = "import os, threading, time\nfrom megatron_rft.utils.processes import *\nown = os.getpid()\n"
+    script = "import os, threading, time\nfrom megatron_rft.utils.end_with_parent import die_with\n"
+    script += "from megatron_rft.utils.processes import start_helper, without_stop_signals\nown = os.getpid()\n"
     script += f"{forked if how == 'fork' else started}\nprint('started', flush=True); time.sleep(600)"
-    script = script.replace("import *", "import die_with, start_helper, without_stop_signals")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment) as process:
