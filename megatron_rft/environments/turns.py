@@ -126,7 +126,7 @@ def plain(message: dict[str, Any]) -> Message:
 def named(messages: list[Message]) -> list[Message]:
     """Messages whose results of tools have the name of what was called: some templates show it."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [{"name": names[id]} | each if (id := each.get("tool_call_id")) in names else each for each in messages]
+    return [{"name": names[id]} | each if (id := each.get("tool_call_id", "")) in names else each for each in messages]
 
 
 def _arguments(given: Any) -> Any:

@@ -127,7 +127,7 @@ def test_a_state_that_the_system_tells_at_the_end_costs_no_segment():
 def test_results_have_the_names_of_their_calls():
     call = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
     results = [{"role": "tool", "content": "2"} | more for more in ({"tool_call_id": "1"}, {"tool_call_id": "2"}, {})]
-    said = [{"role": "assistant", "tool_calls": [call]}, *results, results[0] | {"name": "own"}]
+    said = [{"role": "assistant", "tool_calls": [call, call | {"id": None}]}, *results, results[0] | {"name": "own"}]
     found = named([plain(message) for message in said])
     assert [message.get("name") for message in found] == [None, "add", None, None, "own"]
 
