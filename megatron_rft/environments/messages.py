@@ -29,7 +29,8 @@ class Spoken:
         text = _before(stop, self._decode(ids))
         thought, ended, said = text.rpartition(END_OF_THOUGHT)
         spelt = self._decode(ids, special=True)  # some models mark calls with special tokens
-        if parts := CHANNEL.findall(_before(stop, spelt)):
+        # the pattern takes quadratic time in a text without channels
+        if parts := CHANNEL.findall(_before(stop, spelt)) if "<|channel|>" in spelt else []:
             thought = ended = "\n".join(part for _, channel, part in parts if channel == "analysis")
             said = "".join(part for to, channel, part in parts if channel != "analysis" and "to=" not in to + channel)
             spelt = "".join(f"{to} {channel}{part}" for to, channel, part in parts if "to=" in to + channel)

@@ -120,13 +120,13 @@ class ProgramEpisode:
         """Open requests for `n` turns. Raises Refused."""
         parent, said = self.tree.place(messages, tools)
         try:
-            json.dumps([said, tools], ensure_ascii=False).encode()
+            json.dumps([said, tools, stop], ensure_ascii=False).encode()
             template = self.world.template
             ids = template.between(said, parent.tokens[-1]) if parent else template.conversation(said, tools)
             own, images = parent and parent.images, seen(said, self._problem.images)
             between, images = tuple(filled(ids, images)), joined(own, images)
         except (DataError, UnicodeEncodeError) as error:
-            raise Refused(400, f"messages or tools: {error}", "invalid_messages") from None
+            raise Refused(400, f"messages, tools or stop: {error}", "invalid_messages") from None
         prompt = (*(parent.tokens if parent else ()), *between)
         room = len(self.request.prompt_ids) + self.longest - len(prompt)
         if room < 1:

@@ -151,6 +151,7 @@ UNUSABLE = {
         ("tools[0]", {"tools": ["add"]}),
         ("tools", {"tools": [TOOLS[0] | {"function": {"name": "f", "description": "\ud800"}}]}),
         ("messages", {"messages": [user("half \ud800")]}),
+        ("stop", {"stop": ["half \ud800"]}),
     ],
     "/messages": [
         *[("max_tokens", {"max_tokens": value}) for value in (-1, 0, 4.0, "4", True)],

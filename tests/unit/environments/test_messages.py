@@ -38,3 +38,11 @@ def test_an_open_thought_is_no_answer(prompt, text, content, thought, calls):
     message, turn = Spoken(tokenizer, (tokenizer.eos_token_id,)).message(before, sampled, TOOLS, [], "0")
     assert (message["content"], message.get("reasoning_content")) == (content, thought)
     assert len(message.get("tool_calls", ())) == calls and turn is sampled
+
+
+def test_a_long_text_takes_no_quadratic_time():
+    """Channels are looked for only where they are: without that these take minutes."""
+    tokenizer = byte_tokenizer(CHATML)
+    ids = tuple(tokenizer.encode("word " * 40_000, add_special_tokens=False))
+    message, _ = Spoken(tokenizer, ()).message((), Response(ids, (0.0,) * len(ids), "stop", 0), None, [], "0")
+    assert message["content"] == "word " * 40_000
