@@ -53,8 +53,7 @@ def preserved_process_state() -> Iterator[None]:
     torch.set_num_threads, and on a GPU leaves torch one thread. Nor does it freeze or thaw objects: what is frozen is
     not collected at its end, and at what is thawed, such as all modules, each collection looks for half a second."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
-    threads = torch.get_num_threads()
-    collector = gc.freeze, gc.unfreeze
+    collector, threads = (gc.freeze, gc.unfreeze), torch.get_num_threads()
     gc.freeze = gc.unfreeze = lambda: None
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
@@ -63,7 +62,8 @@ def preserved_process_state() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
+        if torch.cuda.is_available():  # on a CPU its kernels need the number that it has set
+            torch.set_num_threads(threads)
         gc.freeze, gc.unfreeze = collector
 
 

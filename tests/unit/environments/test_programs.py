@@ -367,7 +367,8 @@ def test_folders_that_are_read_only_are_removed():
         root, episode = Path(name), Path(name, "episode")
         (episode / "cache/module").mkdir(parents=True)
         (episode / "cache/module/go.mod").touch()
-        (root / "other").mkdir(mode=0o555)
+        (root / "other").mkdir()
+        (root / "other").chmod(0o555)
         (episode / "link").symlink_to(root / "other")
         for path in (root, *root.rglob("*")):
             os.chown(path, user, -1, follow_symlinks=False)
