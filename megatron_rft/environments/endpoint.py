@@ -155,9 +155,9 @@ class Endpoint:
 
     def _reply(self, episode: ProgramEpisode, request: web.Request, raw: bytes, asked: dict, messages: list) -> Reply:
         """That of a client which asked the same and then left, or which has named its request the same."""
-        named = request.headers.get("idempotency-key")
-        replies = episode.jobs[named or hashlib.blake2b(raw, digest_size=16).hexdigest()]
-        reply = next((each for each in replies if not each.failed and (named or each.abandoned)), None)
+        own = request.headers.get("idempotency-key")
+        replies = episode.jobs[own or hashlib.blake2b(raw, digest_size=16).hexdigest()]
+        reply = next((each for each in replies if not each.failed and (own or each.abandoned)), None)
         if reply is None:
             reply = Reply(self.loop.create_task(self._answered(episode, asked, messages)))
             reply.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone

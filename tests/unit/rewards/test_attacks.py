@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.code import NONE_PASSED, CodeReward
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.rewards.code import NONE_PASSED
 from tests.unit.rewards import attacks
+from tests.unit.rewards.test_sandbox import code_reward
 
 MARKER = "megatron_rft_attack"
 TOKEN = "TOKEN-8271828459045-of-the-test"
@@ -83,10 +83,7 @@ def sandboxed() -> set[psutil.Process]:
 def scores(outside) -> Iterator[dict[str, Score]]:
     """All programs at once, four at a time; then the sandbox is closed and its processes are gone."""
     others = sandboxed()
-    try:
-        reward = CodeReward(timeout_s=1.0, memory_mb=512, workers=4, row_timeout_s=4.0)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    reward = code_reward(timeout_s=1.0, memory_mb=512, workers=4, row_timeout_s=4.0)
     script = {"kind": "stdin", "inputs": ["1", "2"], "outputs": ["ESCAPED"] * 2}
     stolen = {"kind": "stdin", "inputs": ["1", "2"], "outputs": [TOKEN] * 2}
     module = {"kind": "assert", "code": filled(attacks.ASSERTS, outside), "setup": filled(attacks.SETUP, outside)}

@@ -9,18 +9,14 @@ from megatron_rft.data.fields import Fields
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward, extract_code, same_output
 from megatron_rft.rewards.sandbox import runner
-from megatron_rft.utils.errors import ConfigError
-from tests.unit.rewards.test_sandbox import UNLIMITED
+from tests.unit.rewards.test_sandbox import UNLIMITED, code_reward
 
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeReward]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "MAX_WAIT_FACTOR", UNLIMITED)
-        try:
-            reward = CodeReward(timeout_s=1.0, workers=2, row_timeout_s=10.0)
-        except ConfigError as error:
-            pytest.skip(str(error))
+        reward = code_reward(timeout_s=1.0, workers=2, row_timeout_s=10.0)
         yield reward
         reward.close()
 

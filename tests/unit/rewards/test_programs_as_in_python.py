@@ -9,16 +9,12 @@ import pytest
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward
 from megatron_rft.rewards.sandbox import runner
-from megatron_rft.utils.errors import ConfigError
-from tests.unit.rewards.test_sandbox import UNLIMITED
+from tests.unit.rewards.test_sandbox import UNLIMITED, code_reward
 
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeReward]:
-    try:
-        reward = CodeReward(timeout_s=1.0, row_timeout_s=6.0, workers=2)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    reward = code_reward(timeout_s=1.0, row_timeout_s=6.0, workers=2)
     yield reward
     reward.close()
 

@@ -12,7 +12,7 @@ from megatron_rft.data.adapters import ADAPTERS
 from megatron_rft.data.fields import Fields
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
-from megatron_rft.utils.errors import ConfigError
+from tests.unit.rewards.test_sandbox import code_reward
 
 FOLDER = Path(os.environ.get("MEGATRON_RFT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 pytestmark = [
@@ -64,10 +64,7 @@ def apps() -> list[Problem]:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeReward]:
-    try:
-        reward = CodeReward(timeout_s=10.0, workers=2)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    reward = code_reward(timeout_s=10.0, workers=2)
     yield reward
     reward.close()
 
@@ -91,10 +88,7 @@ def adapted(name: str, adapter: str) -> list[tuple[dict, str]]:
 
 
 def test_canonical_solutions_pass_with_the_default_limits():
-    try:
-        reward = CodeReward(workers=2)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    reward = code_reward(workers=2)
     problems = adapted("humaneval", "humaneval")
     prompts = [Prompt(index, (1,), "", json.dumps(tests)) for index, (tests, _) in enumerate(problems)]
     scores = reward(prompts, [solution for _, solution in problems])
@@ -132,10 +126,7 @@ def test_wrong_from_the_second_call_on_has_its_share(reward):
 
 
 def test_an_endless_loop_has_the_tier_of_runtime_errors():
-    try:
-        reward = CodeReward(timeout_s=1.0, workers=2)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    reward = code_reward(timeout_s=1.0, workers=2)
     scores = grade(reward, mbpp()[:4], after="def NAME(*args):\n    while True: pass")
     reward.close()
     assert [(score.reward, score.details["tier"]) for score in scores] == [(-0.6, "time-out")] * 4

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_rft.config.rewards import CodeOptions
-from megatron_rft.rewards.code import container
+from megatron_rft.rewards.code import CodeReward, container
 from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
@@ -23,6 +23,14 @@ from megatron_rft.utils.errors import ConfigError
 
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_mb=256, disk_mb=4, output_mb=1)
 UNLIMITED = 1e4  # in place of MAX_WAIT_FACTOR, where the longest wait for a processor is not what a test shows
+
+
+def code_reward(**options) -> CodeReward:
+    """Where there is a sandbox."""
+    try:
+        return CodeReward(**options)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
