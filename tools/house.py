@@ -37,7 +37,7 @@ SMALL = OFF | {
     "rollout.engine": "hf",
     "pipo.window": 2,
 }
-WARM = OFF | {"run.epochs": "null", "run.steps": 150, "optimizer.lr": 3e-3}
+WARM = OFF | {"run.epochs": "null", "run.steps": 150, "algorithm.batch_sequences": 32, "optimizer.lr": 3e-3}
 Code = tuple[str, int, str]  # file, first line, name of a function
 
 

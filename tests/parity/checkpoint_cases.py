@@ -25,6 +25,7 @@ from megatron_rft.megatron.checkpoint import prepare_writer
 from tests.families import FAMILIES as TEXT
 from tests.families import SEEING
 from tests.parity.hf_cases import FAMILIES, own_tensors, section
+from tests.parity.layouts import shutdown
 
 NEW = TEXT | SEEING
 LAYOUTS = {
@@ -99,7 +100,7 @@ def main():
                 counts = case(hf_config, layout, folder, expected)
                 if dist.get_rank() == 0:
                     print("CASE", family, "tied" if tied else "untied", name, *counts, sep="\t", flush=True)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

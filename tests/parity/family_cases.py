@@ -29,6 +29,7 @@ from megatron_rft.records import Batch
 from tests.families import FAMILIES, IMAGE, SEEING, transformers_class
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
 from tests.parity.hf_cases import own_tensors
+from tests.parity.layouts import release, shutdown
 
 LAYOUTS = {  # by the number of ranks; without a layout all ranks are data-parallel
     1: [dict(budget=40), dict(padded=1), dict(shared=0, recompute=1)],
@@ -184,6 +185,7 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
         gather_gradients(actor)
     with actor.use_weights([getattr(t, "main_grad", t).clone() for t in actor.tensors()]):
         gradients = {name: tensor.clone().cpu() for name, tensor in actor.stream()}
+    release(actor)
     parallel.destroy_layout()
     gradients = {name: tensor.float() for name, tensor in gradients.items() if not name.endswith("correction_bias")}
     return out["logprobs"], out["entropy"], gradients, wrong
@@ -253,7 +255,7 @@ def main() -> None:
         expected = reference(config, path, batch) if parallel.rank() == 0 else None
         holder = [expected]
         dist.broadcast_object_list(holder)
-        gc.freeze()  # the end of a layout collects, and need not look at all that was imported
+        gc.collect(), gc.freeze()  # the end of a layout collects, and need not look at all that was imported
         for case in layouts(config, dist.get_world_size()):
             if not possible(config, case):
                 continue
@@ -264,7 +266,7 @@ def main() -> None:
                 print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
         if dist.get_world_size() == 1:
             print("BF16", family, *rounding(config, path, batch, expected), sep="\t", flush=True)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
 from megatron_rft.training.teacher import Teachers
 from tests.made import ONLINE, distilled, dynamic, made, pipo
+from tests.parity.layouts import release, shutdown
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
 KEYS |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
@@ -197,6 +198,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         if "write" in case:
             check_apart(losses, batch, actors, frozen, found)
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
+    release(actors["actor"], actors["critic"])
     parallel.destroy_layout()
     return found, logged, left_out
 
@@ -386,7 +388,7 @@ def main() -> None:
         off = max(abs(logged["outputs"][n] - v) / (abs(v) + 1) for n, v in wanted_logged["outputs"].items())
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("RESULT", json.dumps({"case": text, "loss": "outputs", "gradient": 0.0, "metrics": off}), flush=True)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

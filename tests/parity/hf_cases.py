@@ -25,6 +25,7 @@ from megatron_rft.families.tables import family_of
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.packing import zigzag
+from tests.parity.layouts import shutdown
 from tests.shapes import sizes
 
 SMALL = sizes(4, 64, 4, 2, 96, head_dim=16)
@@ -270,7 +271,7 @@ def main():
                 critic(family, name, layout, path, ids, hidden)
             else:
                 policy(family, name, layout, path, ids, logits)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

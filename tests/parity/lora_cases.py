@@ -26,6 +26,7 @@ from tests.made import made
 from tests.parity.family_cases import Pictures, seeing_batch, write_folder
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
 from tests.parity.hf_cases import FAMILIES, section
+from tests.parity.layouts import release, shutdown
 
 NEW, DENSE = TEXT | SEEING, ("qwen2_5_vl", "qwen3_vl")
 LOGPROBS = frozenset({"logprobs"})
@@ -161,6 +162,7 @@ def of_actor(case: dict[str, int], hf_config, path: Path, options: Lora, given: 
     with actor.use_weights([p.main_grad.clone() for p in actor.tensors()]):
         gradients = {name: value.clone() for name, value in actor.stream(adapters=True)}
     held = sum(buffer.grad_data.numel() for chunk in actor.chunks for buffer in chunk.buffers)
+    release(actor, base)
     return loss, gradients, norm, same, (merged - unmerged).abs().max().item(), held
 
 
@@ -170,7 +172,9 @@ def dropped(case: dict[str, int], hf_config, path: Path, given: dict, batch: Bat
     actor.load(weights.open_folder(path, hf_config))
     actor.load(given.__getitem__, adapters=True)
     backward(actor, batch)
-    return {name: p.main_grad.clone() for name, p in weights.named_tensors(actor.models, adapters=True)}
+    found = {name: p.main_grad.clone() for name, p in weights.named_tensors(actor.models, adapters=True)}
+    release(actor)
+    return found
 
 
 def check_dropout(hf_config, path: Path, given: dict, batch: Batch) -> None:
@@ -198,7 +202,7 @@ def main() -> None:
         write_folder(path, hf_config)
         batch, given = mini_batch(hf_config), values(hf_config, options)
         wanted_loss, wanted = of_peft(hf_config, path, options, given, batch)
-        gc.freeze()  # the end of a layout collects, and need not look at all that was imported
+        gc.collect(), gc.freeze()  # the end of a layout collects, and need not look at all that was imported
         for text in cases:
             case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
             loss, found, norm, same, merged, held = of_actor(case, hf_config, path, options, given, batch)
@@ -212,7 +216,7 @@ def main() -> None:
                 print("RESULT", json.dumps(line), flush=True)
         if family == "qwen3" and dist.get_world_size() < 4:
             check_dropout(hf_config, path, given, batch)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

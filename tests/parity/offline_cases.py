@@ -20,6 +20,7 @@ from megatron_rft.records import Batch
 from megatron_rft.training.offline import draw
 from tests.made import OFFLINE, made
 from tests.parity.gradient_cases import KEYS, mini_batch, model_config, poisoned, read
+from tests.parity.layouts import shutdown
 
 OBJECTIVES = {name: made(name) for name in OFFLINE} | {
     "off_rl_kl": made("off_rl", kl_coefficient=0.5),
@@ -107,7 +108,7 @@ def main() -> None:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 line = {"case": text, "objective": name, "gradient": worst, "metrics": off, "loss": metrics["loss"]}
                 print("RESULT", json.dumps(line), flush=True)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

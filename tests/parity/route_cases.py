@@ -34,6 +34,7 @@ from tests.families import NARROW, TOWERS, seeing
 from tests.parity.family_cases import KEYS, RECOMPUTE, Weighted, possible, relative
 from tests.parity.gradient_cases import OPTIMIZER, SHAPE
 from tests.parity.hf_cases import own_tensors
+from tests.parity.layouts import release, shutdown
 
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True)
 FAMILIES = {
@@ -121,6 +122,7 @@ def compare(config, case: dict, batch: Batch, store: RouteStore, path: Path) -> 
     actor.apply(computed)
     found = gradients | {"logprobs": replayed}
     check_loads(actor, batch, store)
+    release(actor)
     parallel.destroy_layout()
     file = path / f"{config.model_type}.pt"
     if dist.get_rank() == 0 and not file.exists():
@@ -160,7 +162,7 @@ def main() -> None:
                 if parallel.rank() == 0:
                     print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
         parallel.initialize(Megatron())
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import damage, latest
 from tests.made import made
 from tests.parity.hf_cases import FAMILIES, section
+from tests.parity.layouts import shutdown
 
 LOSS = made("sft").loss
 LAYOUTS = {
@@ -93,7 +94,7 @@ def main():
                 name = " ".join(f"{k}{v}" for k, v in layout.items()) or "dp4"
                 share = max(sizes) / sum(sizes)
                 print("CASE", family, name, compared, wrong, f"{share:.2f}", sep="\t", flush=True)
-    parallel.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":
