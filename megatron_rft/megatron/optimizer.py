@@ -63,8 +63,14 @@ class ActorOptimizer:
     def fill_in(self) -> None:
         """Create zeros for moments that no step has set yet, because a checkpoint needs all of them."""
         for part in self.parts:
-            if part.init_state_fn is not None:  # an optimizer on the host creates its moments in its first step
+            if part.init_state_fn is None:  # an optimizer on the host creates its moments in its first step
+                continue
+            if not part.config.use_precision_aware_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
+                continue
+            for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
+                if not part.optimizer.state[parameter]:  # megatron-core 0.16.1 calls it without its second argument
+                    part.optimizer.initialize_state(parameter, store_param_remainders=False)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -141,9 +147,10 @@ def optimizer_config(options: dict[str, Any], precision: str) -> OptimizerConfig
         for name, value in options.items()
         if name in kinds and value is not None
     }
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    # Checkpoints have fp32 weights, and remainders are what they have more than the model's own: 16 bits as an int16.
+    given |= {"params_dtype": torch.float32 if precision == "fp32" else torch.bfloat16, "store_param_remainders": False}
     try:
-        return OptimizerConfig(**given, bf16=precision != "fp32", params_dtype=dtype)
+        return OptimizerConfig(**given, bf16=precision != "fp32")
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this combination of the section `optimizer`: {error}") from error
 

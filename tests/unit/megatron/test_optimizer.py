@@ -1,10 +1,14 @@
 """Separate sets of moments, and the moving average of a model's weights, also through a checkpoint."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import optimizer_config as optimizer_config_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers import Qwen3Config
 
@@ -82,6 +86,55 @@ def test_options_that_megatron_core_refuses_together():
     options = {"lr": 1e-2, "use_precision_aware_optimizer": True, "use_distributed_optimizer": False}
     with pytest.raises(ConfigError, match="the section `optimizer`: .*only supported with distributed optimizer"):
         optimizer_config(options, "bf16")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The state of Transformer Engine 2.20's optimizer, with the types that it demands. It makes no steps."""
+
+    def __init__(
+        self, params, lr, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders,
+        use_decoupled_grad, **_,
+    ):  # fmt: skip
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        self.remainders = store_param_remainders and master_weight_dtype == torch.float32
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+
+    def initialize_state(self, param, store_param_remainders):
+        self.state[param] = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in self.dtypes.items()}
+        self.state[param]["master_param"].copy_(param)
+
+    def get_unscaled_state(self, param, name):
+        return self.state[param][name].float()
+
+    def set_scaled_state(self, param, name, value):
+        assert value.dtype == (torch.int16 if self.remainders and name == "master_param" else torch.float32)
+        self.state[param].setdefault(name, torch.zeros_like(param, dtype=self.dtypes[name])).copy_(value)
+
+    def load_state_dict(self, state_dict):
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, state in state_dict["state"].items():
+            for name, value in state.items():
+                self.set_scaled_state(parameters[number], name, value.float())
+
+
+def test_a_precision_aware_optimizer_is_saved_before_its_first_step_and_comes_back(one_rank, tmp_path, monkeypatch):
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(FusedAdam=FusedAdam))
+    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    for module, other in ((megatron_optimizer, optimizer_config_module), (distrib_optimizer, megatron_optimizer)):
+        monkeypatch.setattr(module, "Adam", FusedAdam)
+        monkeypatch.setattr(other, "is_te_min_version", lambda _: True)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    options = {"lr": 1e-2, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    actors = [Actor(CONFIG, Megatron(), Batching(), "bf16", optimizer=options) for _ in range(2)]
+    for seed, actor in enumerate(actors):
+        actor.load(weights.random_tensors(CONFIG, seed))
+    writer, reader = (Checkpointer(tmp_path, {"actor": actor}, asynchronous=False) for actor in actors)
+    writer.save(1, {}, {"x": torch.zeros(2)})
+    reader.load(latest(tmp_path))
+    for one, other in zip(*(list(actor.optimizer.tensors()) for actor in actors), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(*map(snapshot, actors))
 
 
 @pytest.mark.parametrize("distributed", [False, True])
