@@ -236,11 +236,12 @@ class Checkpointer:
         for name, actor in self.models.items():
             actor.finish_param_gather()
             model, chunks = self._chunks(name, actor)
+            if shards:
+                actor.optimizer.fill_in()
             for moments in actor.optimizer.every_moments:
                 optimizer = actor.optimizer.megatron
                 with actor.optimizer.using(moments):
                     if shards:
-                        actor.optimizer.fill_in()
                         shards.add(f"{name}.{moments}", optimizer, chunks)
                     part = optimizer.sharded_state_dict(chunks, is_loading=shards is None, metadata=metadata)
                 if moments != "own":

@@ -61,16 +61,12 @@ class ActorOptimizer:
         return (*self.moments, "own")
 
     def fill_in(self) -> None:
-        """Create zeros for moments that no step has set yet, because a checkpoint needs all of them."""
-        for part in self.parts:
-            if part.init_state_fn is None:  # an optimizer on the host creates its moments in its first step
-                continue
-            if not part.config.use_precision_aware_optimizer:
-                part.init_state_fn(part.optimizer, part.config)
-                continue
-            for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
-                if not part.optimizer.state[parameter]:  # megatron-core 0.16.1 calls it without its second argument
-                    part.optimizer.initialize_state(parameter, store_param_remainders=False)
+        """Create zeros for moments that no step has set yet: a checkpoint needs all sets, and their memory is taken
+        before an engine measures what is free."""
+        for name in self.every_moments:
+            with self.using(name):
+                for part in self.parts:
+                    _fill_in(part)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -153,6 +149,17 @@ def optimizer_config(options: dict[str, Any], precision: str) -> OptimizerConfig
         return OptimizerConfig(**given, bf16=precision != "fp32")
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this combination of the section `optimizer`: {error}") from error
+
+
+def _fill_in(part: Any) -> None:
+    if part.init_state_fn is None:  # an optimizer on the host creates its moments in its first step
+        return
+    if not part.config.use_precision_aware_optimizer:
+        part.init_state_fn(part.optimizer, part.config)
+        return
+    for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
+        if not part.optimizer.state[parameter]:  # megatron-core 0.16.1 calls it without its second argument
+            part.optimizer.initialize_state(parameter, store_param_remainders=False)
 
 
 class _Moments:

@@ -48,7 +48,8 @@ def check(
 ) -> Plan:
     """Make all checks that need neither torch nor the data. Return the plan, or raise a UserError.
     `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device, which the plan must fit if `must_fit`.
-    `starts`: the recipe runs here and now, so its engine must be installed."""
+    `starts`: the recipe runs here and now, so its engine must be installed, and it must fit this machine's GPUs."""
+    gpu_gib = device.gpu_gib() if starts else gpu_gib
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)

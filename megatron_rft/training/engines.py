@@ -60,8 +60,10 @@ class EngineBuilder:
         return engine
 
     def build_beside(self, models: list[Actor]) -> tuple[Engine, EngineWeights]:
-        """The policy's engine, and its weights from the first of the trained `models`. With rollout.offload_trainer
-        their training state is offloaded first, because the engine measures the free memory at its start."""
+        """The policy's engine, and its weights from the first of the trained `models`. The engine measures the free
+        memory at its start: before, moments are created, and with rollout.offload_trainer all training state leaves."""
+        for model in models:
+            model.optimizer.fill_in()
         offloaded = models if self.recipe.rollout.offload_trainer else []
         for model in offloaded:
             model.training_state.offload()

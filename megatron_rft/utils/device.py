@@ -31,6 +31,21 @@ def has_cuda_device() -> bool:
     return any(Path(DEVICES).glob("nvidia[0-9]*"))
 
 
+def gpu_gib() -> float | None:
+    """Return the memory of this machine's largest GPU, by its driver; None if there is none, or none that says it."""
+    if not has_cuda_device():
+        return None
+    most, count, gpu, memory = 0, ctypes.c_uint(), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    with suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        nvml.nvmlInit_v2(), nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu))
+            failed = nvml.nvmlDeviceGetMemoryInfo(gpu, memory)  # total, free and used bytes
+            most = max(most, 0 if failed else memory[0])
+    return most / (1 << 30) or None
+
+
 def torch_is_cpu_build() -> bool:
     """Return whether the installed torch is a CPU build, by its version, such as 2.13.0+cpu."""
     try:

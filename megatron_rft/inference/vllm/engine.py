@@ -131,6 +131,7 @@ class VLLMEngine(Engine):
 
     def _share(self, options: dict[str, Any], share: float) -> dict[str, Any]:
         """Return the sizes of an engine beside the trainer. Raises ConfigError if its share is not free now."""
+        torch.cuda.empty_cache()  # what the trainer has offloaded, torch's allocator still keeps
         free, total = torch.cuda.mem_get_info(self.device)
         share = options.get("gpu_memory_utilization", share)
         if share * total > free - self.reserve:

@@ -78,6 +78,17 @@ def test_training_state_leaves_the_device_and_comes_back(one_rank, distributed, 
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_steps_create_no_further_state(one_rank, distributed, precision):
+    """So that an engine that measures the free memory at its start leaves room for all of it."""
+    actor = build(distributed, precision)
+    actor.optimizer.fill_in()
+    before = sum(tensor.nbytes for tensor in actor.optimizer.tensors())
+    step(actor, 1), step(actor, 2, "verification")
+    assert sum(tensor.nbytes for tensor in actor.optimizer.tensors()) == before
+
+
 def gradients(actor: Actor) -> list[torch.Tensor]:
     return [buffer.grad_data for chunk in actor.chunks for buffer in chunk.buffers]
 

@@ -6,11 +6,13 @@ import pytest
 
 from megatron_rft.commands import main
 from megatron_rft.config import load, vllm
+from megatron_rft.plan import checks
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import MemoryPlan, lines, state_of
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.parameters import buckets, owned
 from megatron_rft.plan.vllm import room_for_cache
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 from tests.shapes import json_of
 
@@ -46,6 +48,16 @@ def test_parameters_by_hand(path):
 def test_bytes_of_a_parameter(path, precision, bytes_):
     state = state_of(load(path, [f"model.precision={precision}"]), sizes(path), Layout(1, 1, 1, 1, 1, 1), 0)
     assert (state.weights, state.gradients, state.optimizer) == tuple(WHOLE * each for each in bytes_)
+
+
+def test_a_run_that_does_not_fit_this_machines_gpus_is_refused_before_it_starts(path, monkeypatch):
+    monkeypatch.setattr(checks, "check_installed", lambda recipe: None)
+    for gib in (80.0, None):  # None: the machine has no GPU, or its driver does not say
+        monkeypatch.setattr(device, "gpu_gib", lambda gib=gib: gib)
+        assert ("fits 80 GiB" in str(checks.check(load(path), starts=True))) == bool(gib)
+    monkeypatch.setattr(device, "gpu_gib", lambda: 5.0)  # of which 5 are kept free beside vLLM
+    with pytest.raises(ConfigError, match="generation needs 7.50 GiB on a rank, and there are 5 GiB. What would help"):
+        checks.check(load(path, ["rollout.engine=vllm"]), starts=True)
 
 
 def test_own_moments_of_pipo_are_a_second_set(path):

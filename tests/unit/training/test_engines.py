@@ -78,7 +78,8 @@ def test_weights_are_named_by_their_step_and_their_bits():
 
 
 def test_the_trainer_makes_room_for_an_engine_that_is_awake():
-    """Also while the engine starts and gets its weights, after which it allocates the cache."""
+    """Also while the engine starts, when all moments exist, and gets its weights, after which it allocates the
+    cache."""
     events = []
 
     class Recorded:
@@ -94,11 +95,12 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
             return Recorded()
 
     actor, critic = (
-        SimpleNamespace(training_state=Recorded(), stream=lambda dtype: [], hf_config=CONFIG) for _ in range(2)
+        SimpleNamespace(training_state=Recorded(), optimizer=Recorded(), stream=lambda dtype: [], hf_config=CONFIG)
+        for _ in range(2)
     )
     engine, weights = Builder(recipe(rollout={"offload_trainer": True})).build_beside([actor, critic])
     away, back = [("offload",)] * 2, [("restore",)] * 2
-    assert events == [*away, ("start",), ("sleep",), *back]
+    assert events == [*[("fill_in",)] * 2, *away, ("start",), ("sleep",), *back]
     events.clear(), weights.send(0)
     assert events == [*away, ("wake", False), ("load_weights",), ("wake",), ("recover",)]
     events.clear(), weights.wake()

@@ -32,6 +32,38 @@ def test_the_control_file_alone_is_no_gpu(machine):
     assert not device.has_cuda_device()
 
 
+class Driver:
+    """NVML on a machine with these GPUs, by their bytes; those of None do not say."""
+
+    def __init__(self, *gpus):
+        self.gpus = gpus
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, gpu):
+        gpu._obj.value = index + 1
+
+    def nvmlDeviceGetMemoryInfo(self, gpu, memory):
+        memory[0] = self.gpus[gpu.value - 1] or 1 << 50
+        return 0 if self.gpus[gpu.value - 1] else 3
+
+
+@pytest.mark.parametrize("gpus, gib", [((80 << 30, 4 << 30, None), 80.0), ((None,), None), ((), None)])
+def test_the_memory_of_the_largest_gpu(machine, monkeypatch, gpus, gib):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: Driver(*gpus))
+    assert device.gpu_gib() == gib
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.gpu_gib() is None
+
+
+def test_without_a_driver_the_memory_is_unknown(machine):
+    assert device.gpu_gib() is None
+
+
 def test_a_cpu_build_of_torch_does_not_leave_a_gpu_unused(machine, monkeypatch):
     monkeypatch.setattr(device.metadata, "version", lambda name: "2.13.0+cpu")
     with pytest.raises(

@@ -283,7 +283,9 @@ def test_an_engine_beside_the_trainer_takes_its_share_or_names_the_option(monkey
     engine, gib = object.__new__(VLLMEngine), 1 << 30
     engine.config, engine.device, engine.dtype, engine.ranks = CONFIG, torch.device("cuda"), torch.bfloat16, 1
     engine.max_model_len, engine.counting, engine.reserve = 1024, False, 5 * gib
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * gib, 80 * gib))
+    free = [20 * gib, 60 * gib]  # what torch's allocator has given back is free, too
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.reverse() if free[0] < free[1] else None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * gib))
     weights = 2 * sum(parameter.numel() for parameter in build_model(CONFIG, 0).parameters())
     assert engine._share({}, 0.5) == {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 38 * gib - weights}
     given = engine._share({"gpu_memory_utilization": 0.6}, 0.5)  # the recipe's comes first
