@@ -45,7 +45,7 @@ from megatron_rft.megatron import parallel, seams, weights
 from megatron_rft.megatron.balance import plan, plan_within
 from megatron_rft.megatron.images import Images
 from megatron_rft.megatron.lora import attach
-from megatron_rft.megatron.offload import TrainingState
+from megatron_rft.megatron.offload import TrainingState, drop_fp8_copies
 from megatron_rft.megatron.optimizer import ActorOptimizer
 from megatron_rft.megatron.packing import MicroBatch, PackLayout, filler, pack
 from megatron_rft.megatron.routers import Routers
@@ -202,6 +202,7 @@ class Actor:
         finally:
             for p, data in zip(mine, own, strict=True):
                 p.data = data
+            drop_fp8_copies(self.chunks)  # also those of a teacher, which is idle now
 
     def tensors(self, frozen: bool = False) -> Iterable[Tensor]:
         """The parameters, and the buffers that belong to the model; of a model with adapters those that are trained,

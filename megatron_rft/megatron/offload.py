@@ -13,6 +13,12 @@ from megatron_rft.megatron import seams
 from megatron_rft.megatron.optimizer import ActorOptimizer
 
 
+def drop_fp8_copies(chunks: list[Any]) -> None:
+    """Free the copies of weights that Transformer Engine's layers keep from one pass to the next, which renews them."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 class TrainingState:
     """Gradients and optimizer state of DDP-wrapped model chunks, on their device or in host memory."""
 
@@ -25,6 +31,7 @@ class TrainingState:
         """Frees the device's memory. Nothing may use gradients or the optimizer until `restore`."""
         if self.away:
             return
+        drop_fp8_copies(self.chunks)
         storages = self._optimizer_storages()
         self.copies = {storage._cdata: seams.now.save(storage, self.copies.get(storage._cdata)) for storage in storages}
         self.away = [(storage, storage.nbytes(), self.copies[storage._cdata]) for storage in storages]

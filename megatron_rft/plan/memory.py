@@ -22,7 +22,7 @@ from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.lora import adapter_chunks
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.parameters import Parameter, buckets, owned, stage_chunks, total
+from megatron_rft.plan.parameters import Parameter, buckets, in_layers, owned, stage_chunks, total
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.plan.teacher import weights as teacher_weights
 from megatron_rft.plan.vllm import choose, room_for_cache
@@ -232,6 +232,10 @@ class MemoryPlan:
         self.awake = each * recipe.refines
         self.engine = each * len(self.engines.lengths) - self.awake
         self.links = links(recipe.rollout, recipe.vllm, layout, device)  # buffers for engines outside the rank
+        # Transformer Engine keeps each matrix in FP8, as it is and transposed. In training FP8 activations save as much
+        # (docs/gpu_results.md).
+        networks = (1 + bool(recipe.critic)) * (recipe.model.precision == "fp8")
+        self.copies = 2 * in_layers(s, layout, self.stage) * networks
         self.reserve = round(recipe.rollout.reserve_gib * GIB) if device and self.engines.by_vllm else 0
         self.offloads = recipe.rollout.offload_trainer
         teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
@@ -268,8 +272,8 @@ class MemoryPlan:
         at_once = self.recipe.trains_while_sampling  # works while responses are generated and refined
         found = {"training": always + max(self.activations, self.distilled) + self.cache * at_once}
         if self.generates:
-            offloaded = (self.state.gradients + self.state.optimizer) * self.offloads
-            found["generation"] = always - offloaded + self.engine + self.cache + self.reserve
+            beside = -self.state.gradients - self.state.optimizer if self.offloads else self.copies
+            found["generation"] = always + beside + self.engine + self.cache + self.reserve
         return found
 
     @property
@@ -294,6 +298,7 @@ def lines(m: MemoryPlan) -> list[str]:
         "refiner's engine": m.awake,
         "cache, up to": m.cache,
         "links to engines outside": m.links,
+        "FP8 copies of weights": m.copies,
         "free when vLLM wakes": m.reserve,
     }
     report = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]

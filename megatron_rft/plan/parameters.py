@@ -42,6 +42,12 @@ def stage_chunks(s: ModelShape, layout: Layout, stage: int, value_head: bool = F
     ]
 
 
+def in_layers(s: ModelShape, layout: Layout, stage: int) -> int:
+    """Return the parameters of a rank of a pipeline stage without those of embedding, last norm and head."""
+    layers = (parts for _, chunk in stage_layers(s, layout, stage) for parts in chunk)
+    return sum(each.count for parts in layers for each in _layer(s, layout, parts))
+
+
 def total(chunks: list[list[Parameter]]) -> int:
     return sum(each.count for chunk in chunks for each in chunk)
 

@@ -89,6 +89,19 @@ def test_steps_create_no_further_state(one_rank, distributed, precision):
     assert sum(tensor.nbytes for tensor in actor.optimizer.tensors()) == before
 
 
+def test_fp8_copies_of_weights_do_not_stay_beside_an_engine_or_another_model(one_rank):
+    """Here Transformer Engine's layers are played by one of torch."""
+    actor = build(True, "bf16")
+    layer = actor.models[0].decoder.layers[0]
+    layer._fp8_workspaces = {"weight": torch.zeros(2)}
+    with actor.use_weights(actor.snapshot()):
+        assert layer._fp8_workspaces
+    assert not layer._fp8_workspaces
+    layer._fp8_workspaces["weight"] = torch.zeros(2)
+    actor.training_state.offload()
+    assert not layer._fp8_workspaces
+
+
 def gradients(actor: Actor) -> list[torch.Tensor]:
     return [buffer.grad_data for chunk in actor.chunks for buffer in chunk.buffers]
 

@@ -66,6 +66,18 @@ def test_own_moments_of_pipo_are_a_second_set(path):
     assert two - one == 8 * WHOLE
 
 
+def test_fp8_copies_stay_beside_an_engine_unless_the_trainer_is_offloaded(path):
+    s, layout, plans = sizes(path), Layout(1, 1, 1, 1, 1, 1), {}
+    for precision in ("bf16", "fp8"):
+        for offloads in ("false", "true"):
+            given = [f"model.precision={precision}", f"rollout.offload_trainer={offloads}", "rollout.dtype=bf16"]
+            plans[precision, offloads] = MemoryPlan(load(path, given), s, layout).phases
+    copies = 2 * 2 * LAYER
+    assert plans["fp8", "false"]["generation"] == plans["bf16", "false"]["generation"] + copies
+    assert plans["fp8", "true"] == plans["bf16", "true"]
+    assert "FP8 copies of weights 0.00 MiB" in lines(MemoryPlan(load(path, ["model.precision=fp8"]), s, layout))[0]
+
+
 def test_buckets_and_slices_by_hand():
     from megatron_rft.plan.parameters import Parameter
 
