@@ -24,8 +24,8 @@ class TrainingState:
 
     def __init__(self, chunks: list[Any], optimizer: ActorOptimizer):
         self.chunks, self.optimizer = chunks, optimizer
-        self.away: list[tuple[UntypedStorage, int, Tensor | None]] = []
-        self.copies: dict[int, Tensor] = {}  # by storage; kept, because pinning memory takes long
+        self.away: list[tuple[UntypedStorage, int, list[Tensor] | None]] = []
+        self.copies: dict[int, list[Tensor]] = {}  # by storage; kept, because pinning memory takes long
 
     def offload(self) -> None:
         """Frees the device's memory. Nothing may use gradients or the optimizer until `restore`."""

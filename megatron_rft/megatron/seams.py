@@ -46,22 +46,26 @@ class Seams:
         """Return the lookup of new tensors of these shapes."""
         return lookup
 
-    def save(self, storage: UntypedStorage, copy: Tensor | None) -> Tensor:
-        """Start to copy a storage into `copy`, or into a new host tensor where there is none of its size."""
-        if copy is None or len(copy) != storage.nbytes():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        return copy.copy_(_bytes_of(storage), non_blocking=True)
+    def save(self, storage: UntypedStorage, copy: list[Tensor] | None) -> list[Tensor]:
+        """Start to copy a storage into `copy`, or into new host tensors where there are none of its size."""
+        sizes, pinned = powers(storage.nbytes()), storage.device.type == "cuda"
+        if copy is None or [len(each) for each in copy] != sizes:
+            copy = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        for each, part in zip(copy, _bytes_of(storage).split(sizes), strict=True):
+            each.copy_(part, non_blocking=True)
+        return copy
 
     def empty(self, storage: UntypedStorage) -> None:
         storage.resize_(0)
 
-    def refill(self, storage: UntypedStorage, size: int, copy: Tensor | None) -> None:
+    def refill(self, storage: UntypedStorage, size: int, copy: list[Tensor] | None) -> None:
         """From `copy`, or with zeros."""
         storage.resize_(size)
         if copy is None:
             _bytes_of(storage).zero_()
         else:
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+            for each, part in zip(copy, _bytes_of(storage).split(powers(size)), strict=True):
+                part.copy_(each, non_blocking=True)
 
 
 now = Seams()
@@ -72,6 +76,12 @@ def named(**names: str) -> Iterator[None]:
     """`Seams.named`, also as a decorator."""
     with now.named(**names):
         yield
+
+
+def powers(size: int) -> list[int]:
+    """Cut a size into powers of two, and a rest below a MiB: torch rounds pinned memory up to the next power."""
+    whole = [1 << bit for bit in reversed(range(20, size.bit_length())) if size >> bit & 1]
+    return [*whole, rest] if (rest := size % (1 << 20)) else whole
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -108,15 +108,15 @@ class ShapeSeams(Seams):
         """A lookup of host tensors that have no values."""
         return lambda name: self.mode.made(lambda: torch.empty(shapes[name], dtype=dtype))
 
-    def save(self, storage: Any, copy: Tensor | None) -> Tensor:
+    def save(self, storage: Any, copy: list[Tensor] | None) -> list[Tensor]:
         if copy is None:
             self.ledger.host.add("optimizer", storage.nbytes())
-        return torch.empty(0) if copy is None else copy
+        return []
 
     def empty(self, storage: Any) -> None:
         self._count(storage, -1)
 
-    def refill(self, storage: Any, size: int, copy: Tensor | None) -> None:
+    def refill(self, storage: Any, size: int, copy: list[Tensor] | None) -> None:
         self._count(storage, 1)
 
     def _count(self, storage: Any, sign: int) -> None:

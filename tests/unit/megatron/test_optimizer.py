@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers import Qwen3Config
 
 from megatron_rft.config import Batching, Megatron
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import parallel, seams, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.megatron.ema import MovingAverage
@@ -87,6 +87,18 @@ def test_steps_create_no_further_state(one_rank, distributed, precision):
     before = sum(tensor.nbytes for tensor in actor.optimizer.tensors())
     step(actor, 1), step(actor, 2, "verification")
     assert sum(tensor.nbytes for tensor in actor.optimizer.tensors()) == before
+
+
+def test_pinned_copies_of_state_fill_the_powers_of_two_that_torch_would_round_them_up_to():
+    mib, state = 1 << 20, torch.arange((3 << 20) // 4 + 5, dtype=torch.int32)
+    assert seams.powers(91 << 30) == [each << 30 for each in (64, 16, 8, 2, 1)]
+    assert [seams.powers(size) for size in (0, 7, mib, mib + 7)] == [[], [7], [mib], [mib, 7]]
+    storage, acts = state.untyped_storage(), seams.Seams()
+    before, copy = state.clone(), acts.save(storage, None)
+    assert [len(each) for each in copy] == [2 * mib, mib, 20]
+    assert all(a is b for a, b in zip(copy, acts.save(storage, copy), strict=True))
+    acts.empty(storage), acts.refill(storage, before.nbytes, copy)
+    assert torch.equal(state, before)
 
 
 def test_fp8_copies_of_weights_do_not_stay_beside_an_engine_or_another_model(one_rank):
