@@ -13,8 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatron_rft.config.sections import MAX_TOP_K
 from megatron_rft.conversion.folder import whole_config
+from megatron_rft.families.checks import rope
 from megatron_rft.families.shapes import head_dim
-from megatron_rft.families.tables import family_of
+from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.families.towers import deep_layers, sees
 from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
 from megatron_rft.utils.errors import RunFailed
@@ -37,6 +38,11 @@ def save_config(config: PreTrainedConfig, folder: Path) -> None:
     whole.architectures = [family_of(config).architecture if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     if sees(config) and deep_layers(config):  # other code has it from the family, and vLLM from here
         whole.get_text_config().rope_parameters["mrope_interleaved"] = True
+    # What published files say, and transformers need not: without it vLLM's routers have a softmax and no biases.
+    if family_of(config).has(EXPERT_BIAS):
+        whole.topk_method, whole.scoring_func, whole.use_routing_bias = "noaux_tc", "sigmoid", True
+    if kind == "minimax_m2":
+        whole.rotary_dim = round(head_dim(config) * rope(config)["partial_rotary_factor"])
     whole.save_pretrained(folder)
 
 
