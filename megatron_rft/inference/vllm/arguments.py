@@ -58,7 +58,7 @@ def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequence
         "max_logprobs": LOGPROBS_PER_TOP_K * MAX_TOP_K,
         "weight_transfer_config": {"backend": transfer},
         "skip_tokenizer_init": True,
-        "async_scheduling": False,  # vLLM's default on GPUs, which no test of this package has met yet
+        "async_scheduling": False,  # a sync would find a step in flight (docs/engines.md)
         "enable_chunked_prefill": False,  # vLLM crashes with chunked prefill and per-request seeds
         "max_num_batched_tokens": max(PREFILL_TOKENS, longest, sequences),  # prompts are not split
     }
