@@ -59,7 +59,8 @@ class Case:
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        return load(RECIPE, self.options("model"))
+        alone = "algorithm.kl_coefficient=0"  # no reference computes beside the policy
+        return load(RECIPE, [*self.options("model"), alone])
 
     def memory(self, s: ModelShape) -> MemoryPlan:
         return MemoryPlan(self.recipe, s, ONE_RANK)

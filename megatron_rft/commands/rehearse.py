@@ -87,9 +87,9 @@ class Rehearsal:
         self.folder = self._model_folder()
         self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
         self.sizes = model_shape.read_shape(self.folder)
-        self.planned = memory.MemoryPlan(self.recipe, self.sizes, self.layout, self.device.memory)
+        self.planned = m = memory.MemoryPlan(self.recipe, self.sizes, self.layout, self.device.memory)
         # engines on the same device, by the plan's arithmetic
-        self.engine_bytes = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
+        self.engine_bytes = m.phases["training"] - m.state.total - max(m.activations, m.other)
 
     def __str__(self) -> str:
         model = self.recipe.model

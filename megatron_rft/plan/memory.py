@@ -240,9 +240,10 @@ class MemoryPlan:
         self.offloads = recipe.rollout.offload_trainer
         teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
         distilled = [teacher_weights(path, layout, BYTES[recipe.model.precision]) for path in teachers]
-        self.distilled = max(distilled, default=0)  # on the device while this teacher computes, before the update
+        references, other = self._references()
+        self.other = max(other, *distilled, 0)  # on the device while another model computes, before the update
         # weights in host memory, and the optimizer's state if it waits there while engines generate
-        self.host = sum(distilled) + self._references() + self.state.optimizer * self.offloads
+        self.host = sum(distilled) + references + self.state.optimizer * self.offloads
         self.checkpoint = saved(recipe, s, layout, self.stage)
 
     def _fullest_stage(self) -> tuple[int, State, int]:
@@ -256,21 +257,23 @@ class MemoryPlan:
         stage = max(range(layout.pp), key=lambda i: (per_stage[i][0].total + per_stage[i][1], i))
         return stage, *per_stage[stage]
 
-    def _references(self) -> int:
-        """Return the bytes of the weights of a reference and of a moving average of the policy."""
+    def _references(self) -> tuple[int, int]:
+        """Return the bytes of the weights of a reference and of a moving average of the policy, and of the larger one
+        on the device."""
         recipe, element = self.recipe, BYTES[self.recipe.model.precision]
         weights = trained = state_of(recipe, self.s, self.layout, self.stage).weights  # without the critic's
         if recipe.lora:
             trained = total(adapter_chunks(self.s, recipe.lora, self.layout, self.stage)) * element
         measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
         reference = (weights if recipe.model.reference else trained) * (recipe.algorithm.uses_reference or measured)
-        return reference + trained * 4 // element * (recipe.algorithm.teacher_average is not None)
+        average = trained * (recipe.algorithm.teacher_average is not None)
+        return reference + average * 4 // element, max(reference, average)
 
     @property
     def phases(self) -> dict[str, int]:
         always = self.state.total + self.awake + self.links
         at_once = self.recipe.trains_while_sampling  # works while responses are generated and refined
-        found = {"training": always + max(self.activations, self.distilled) + self.cache * at_once}
+        found = {"training": always + max(self.activations, self.other) + self.cache * at_once}
         if self.generates:
             beside = -self.state.gradients - self.state.optimizer if self.offloads else self.copies
             found["generation"] = always + beside + self.engine + self.cache + self.reserve

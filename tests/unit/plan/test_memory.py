@@ -78,6 +78,13 @@ def test_fp8_copies_stay_beside_an_engine_unless_the_trainer_is_offloaded(path):
     assert "FP8 copies of weights 0.00 MiB" in lines(MemoryPlan(load(path, ["model.precision=fp8"]), s, layout))[0]
 
 
+def test_a_references_weights_are_beside_the_policys_while_it_computes(path):
+    for coefficient, times in (0.0, 0), (0.1, 1):
+        m = MemoryPlan(load(path, [f"algorithm.kl_coefficient={coefficient}"]), sizes(path), Layout(1, 1, 1, 1, 1, 1))
+        m.activations = 0  # of this small model they are larger
+        assert m.phases["training"] == m.state.total + times * m.state.weights
+
+
 def test_buckets_and_slices_by_hand():
     from megatron_rft.plan.parameters import Parameter
 

@@ -30,7 +30,7 @@ def write(path, change):  # noqa: F811
 def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
     layout = Layout(1, 1, 1, 1, 1, 1)
     memory = MemoryPlan(load(path, [*options, "model.precision=bf16"]), sizes(path), layout)
-    assert memory.host == memory.distilled == 2 * WHOLE
+    assert memory.host == memory.other == 2 * WHOLE
 
 
 def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):  # noqa: F811
@@ -40,7 +40,7 @@ def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):
     options = [*options, both, "data.teacher_field=kind", "model.precision=bf16"]
     memory = MemoryPlan(load(path, options), sizes(path), Layout(1, 1, 1, 1, 1, 1))
     larger = WHOLE + 2 * 3 * 8 * 16  # two layers' three matrices
-    assert memory.host == 2 * (WHOLE + larger) and memory.distilled == 2 * larger
+    assert memory.host == 2 * (WHOLE + larger) and memory.other == 2 * larger
     assert main.main(["plan", str(path), *options]) == 0
     assert capsys.readouterr().out.count("its weights in host memory while idle") == 2
 
