@@ -90,9 +90,8 @@ class Python(Base, kind="python"):
 
     def _check(self):
         if self.turn_timeout_s < 2 * self.timeout_s:
-            raise at(
-                "turn_timeout_s", f"{self.turn_timeout_s:g} s is less than a program may take, 2 x {self.timeout_s:g} s"
-            )
+            most = f"a program may take, 2 x {self.timeout_s:g} s"
+            raise at("turn_timeout_s", f"{self.turn_timeout_s:g} s is less than {most}")
 
 
 class Program(Base, kind="program", without=("turn_timeout_s",)):

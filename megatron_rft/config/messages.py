@@ -68,16 +68,14 @@ def check_braces(
         raise at(option, f"{name} must have {must}{may and f', may have {may}'}, and nothing else in braces")
 
 
-def explain(
-    error: ErrorDetails, place: Place, known: Iterable[str], elsewhere: Iterable[str] = ()
-) -> tuple[Place, str]:
-    """The option and the message of one of pydantic's errors. `known`: valid names at that position; `elsewhere`: the
+def explain(error: ErrorDetails, place: Place, known: Iterable[str], others: Iterable[str] = ()) -> tuple[Place, str]:
+    """The option and the message of one of pydantic's errors. `known`: valid names at that position; `others`: the
     options of that name in other sections."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     if kind == "at":
         return (*place, *context["key"].split(".")), context["problem"]
     if kind == "extra_forbidden":
-        meant = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else hint(place[-1], sorted(known))
+        meant = f" Did you mean {' or '.join(others)}?" if others else hint(place[-1], sorted(known))
         return place, f"there is no such option.{meant}"
     if kind == "missing":
         return place, "is required"

@@ -424,10 +424,8 @@ class Rollout(Section):
         if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:
             raise at("engine", f"{self.engine} has no server: set placement to process, or engine to vllm")
         if self.cache_after_sync and self.staleness < 2:
-            raise at(
-                "cache_after_sync",
-                f"does nothing with staleness {self.staleness}: no response is unfinished at a weight sync",
-            )
+            why = "no response is unfinished at a weight sync"
+            raise at("cache_after_sync", f"does nothing with staleness {self.staleness}: {why}")
         for name in ("top_p", "min_p"):
             if self.differs(name) and not self.top_k:
                 raise at(name, f"needs top_k (at most {MAX_TOP_K}), which bounds the tokens kept for the trainer")

@@ -96,10 +96,8 @@ class OnlineRecipe(Recipe, trainer="rl"):
                 how = "Give at least critic.lr, e.g. 1e-5"
                 raise at("critic", f"is missing: {name} trains a separate value model. {how}")
         if self.critic and self.critic.warmup_steps >= self.run.steps:
-            raise at(
-                "critic.warmup_steps",
-                f"{self.critic.warmup_steps} leaves the policy no step: the run has {self.run.steps}",
-            )
+            warmup, steps = self.critic.warmup_steps, self.run.steps
+            raise at("critic.warmup_steps", f"{warmup} leaves the policy no step: the run has {steps}")
         self._check_teaching()
         if not (self.pipo or algorithm.of_user):
             self._check_ratio()
@@ -146,10 +144,8 @@ class OnlineRecipe(Recipe, trainer="rl"):
                 "rollout.placement to process or server",
             )
         if not self.corrects:
-            raise at(
-                "rollout.staleness",
-                f"{stale}: responses come from older weights, and nothing corrects for it. {CORRECT}",
-            )
+            why = "responses come from older weights, and nothing corrects for it"
+            raise at("rollout.staleness", f"{stale}: {why}. {CORRECT}")
 
     def _check_mismatch(self):
         """Refuse options of the train-inference mismatch if the run does not measure it."""

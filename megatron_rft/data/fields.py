@@ -135,9 +135,8 @@ class Fields:
         return next(name for name in names if self.has(name))
 
     def _kind(self, names: tuple[str, ...], wanted: str, value: Any) -> DataError:
-        return self.wrong(
-            f"{self.inside}{self._name(names)} is not {wanted} but {type(value).__name__}: {str(value)[:60]}"
-        )
+        found = f"{type(value).__name__}: {str(value)[:60]}"
+        return self.wrong(f"{self.inside}{self._name(names)} is not {wanted} but {found}")
 
 
 # ---- rows with our field names (adapters/__init__.py), and conversations

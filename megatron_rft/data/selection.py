@@ -69,9 +69,8 @@ def _of_split(names: list[str], choice: Choice, source: str) -> list[str]:
         return found
     named = sorted(known for known, marks in SPLITS.items() if any(words(name) & marks for name in names))
     if len(named) > 1:
-        raise DataError(
-            f"{source}: there is no {split} among its splits, {', '.join(named)}: choose one by data.{split}.split"
-        )
+        why = f"there is no {split} among its splits, {', '.join(named)}"
+        raise DataError(f"{source}: {why}: choose one by data.{split}.split")
     return names
 
 

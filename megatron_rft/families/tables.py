@@ -188,10 +188,8 @@ FAMILIES = {  # by `model_type`
         tower="model.visual.",
     ),
 }
-VL = FAMILIES["qwen3_vl_text"]
-FAMILIES["qwen3_vl_moe_text"] = replace(
-    VL, architecture="Qwen3VLMoeForConditionalGeneration", layer=VL.layer | STACKED_EXPERTS
-)
+VL, NAME = FAMILIES["qwen3_vl_text"], "Qwen3VLMoeForConditionalGeneration"
+FAMILIES["qwen3_vl_moe_text"] = replace(VL, architecture=NAME, layer=VL.layer | STACKED_EXPERTS)
 
 
 def family_of(config: Any) -> Family:

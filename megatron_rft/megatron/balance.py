@@ -61,10 +61,8 @@ def plan_within(
     `batch`."""
     cuts = [plan(batch.select(mine), 1, token_budget, count_multiple, share_prompts)[0] for mine in members]
     longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
-    return [
-        [mine[index] for index in cut] + [nothing] * (longest - len(cut))
-        for mine, cut in zip(members, cuts, strict=True)
-    ]
+    full = [cut + [nothing] * (longest - len(cut)) for cut in cuts]
+    return [[mine[index] for index in cut] for mine, cut in zip(members, full, strict=True)]
 
 
 def _groups(batch: Batch, costs: Costs, token_budget: int) -> list[list[Unit]]:

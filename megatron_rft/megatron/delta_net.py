@@ -42,26 +42,15 @@ class DeltaNet(MegatronModule):
         like = {"dtype": config.params_dtype, "device": device}
         self.dt_bias, self.A_log = (torch.nn.Parameter(torch.zeros(self.heads * self.each, **like)) for _ in range(2))
         options = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            config.linear_num_key_heads * sum(self.rows),
-            init_method=config.init_method,
-            gather_output=False,
-            **options,
-        )
+        hidden, all_rows = config.hidden_size, config.linear_num_key_heads * sum(self.rows)
+        inwards = options | {"init_method": config.init_method, "gather_output": False}
+        self.in_proj = build_module(submodules.in_proj, hidden, all_rows, **inwards)
         channels, kernel = self.heads * sum(self.rows[:3]), config.linear_conv_kernel_dim
         self.conv1d = torch.nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **like)
         self.out_norm = RMSNorm(config, self.value, eps=config.layernorm_epsilon)
         self.out_norm.zero_centred = False
-        self.out_proj = build_module(
-            submodules.out_proj,
-            all_values * self.value,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            **options,
-        )
+        outwards = options | {"init_method": config.output_layer_init_method, "input_is_parallel": True}
+        self.out_proj = build_module(submodules.out_proj, all_values * self.value, hidden, **outwards)
         for parameter in (self.dt_bias, self.A_log, self.conv1d.weight):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 

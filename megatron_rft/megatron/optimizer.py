@@ -103,14 +103,9 @@ class ActorOptimizer:
                 group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         if self.clip_grad > 0:
             for part in self.parts:
+                aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # has them in `decoupled_grad`
                 if parameters := part.get_parameters():
-                    # a precision-aware optimizer reads its gradients from `decoupled_grad`
-                    clip_grad_by_total_norm_fp32(
-                        parameters,
-                        max_norm=self.clip_grad,
-                        total_norm=norm,
-                        use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                    )
+                    clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, use_decoupled_grad=aware)
         with self.using(moments):
             optimizer.step_with_ready_grads()
         if learning_rate is not None:
@@ -154,12 +149,12 @@ def optimizer_config(options: dict[str, Any], precision: str) -> OptimizerConfig
 def _fill_in(part: Any) -> None:
     if part.init_state_fn is None:  # an optimizer on the host creates its moments in its first step
         return
-    if not part.config.use_precision_aware_optimizer:
+    if part.config.use_precision_aware_optimizer:  # megatron-core 0.16.1 calls it without its second argument
+        for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
+            if not part.optimizer.state[parameter]:
+                part.optimizer.initialize_state(parameter, store_param_remainders=False)
+    else:
         part.init_state_fn(part.optimizer, part.config)
-        return
-    for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
-        if not part.optimizer.state[parameter]:  # megatron-core 0.16.1 calls it without its second argument
-            part.optimizer.initialize_state(parameter, store_param_remainders=False)
 
 
 class _Moments:

@@ -115,9 +115,8 @@ def _walk(own: Blocks, other: Blocks, names: frozenset[str], extrapolation: floa
             other_logits = other.logits(rows)
         if extrapolated:
             # The extrapolation amplifies bf16's rounding errors, which always lowers the weights: by 6 % at lambda 20.
-            exact, other_exact = (
-                (own.exact_logits(rows), other.exact_logits(rows)) if own.rounds else (logits, other_logits)
-            )
+            exact = own.exact_logits(rows) if own.rounds else logits
+            other_exact = other.exact_logits(rows) if own.rounds else other_logits
             extrapolated.add(torch.mul(other_exact, -extrapolation).add_(exact, alpha=1 + extrapolation), columns)
         gap = logits - other_logits if reverse else None
         other_gap = other_logits - logits if forward else None

@@ -16,6 +16,7 @@ an update's batch and have their own denominator. A plug-in wraps an objective a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,6 +170,11 @@ class Prepared:
     updates: list[Update]
     state: State
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def passes(options: Any, setting: Setting) -> dict[str, Any]:
+    """The optimizer steps of an online method's update, as `Update`'s arguments."""
+    return {"mini_batches": setting.mini_batches, "epochs": options.epochs}
 
 
 class Objective(ABC):

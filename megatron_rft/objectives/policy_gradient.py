@@ -25,6 +25,7 @@ from megatron_rft.objectives.base import (
     State,
     Sum,
     Update,
+    passes,
     sequence_sums,
     zero_sequences,
 )
@@ -145,16 +146,9 @@ class PolicyGradient(PolicyObjective):
             batch = batch.with_sequences(no_gradient=zero_sequences(batch.tokens["advantages"], batch))
         exact = self.options.compares_distributions
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
-        return Update(
-            "policy",
-            batch,
-            self.loss,
-            frozenset(outputs),
-            mini_batches=self.setting.mini_batches,
-            epochs=self.options.epochs,
-            second=SecondDistribution("reference") if exact else None,
-            idle=not self.keep(batch).any(),
-        )
+        second, idle = SecondDistribution("reference") if exact else None, not self.keep(batch).any()
+        steps = passes(self.options, self.setting)
+        return Update("policy", batch, self.loss, frozenset(outputs), second=second, idle=idle, **steps)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """KL metrics before the step. If no old_logprobs are computed, the engine's log-probs replace them."""

@@ -83,9 +83,8 @@ def check(
     check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, of_policy)
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
-    gpu_defaults = [
-        plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))
-    ]
+    mixture = bool(shape and shape.experts)
+    gpu_defaults = [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, mixture)]
     score, kinds = getattr(recipe.environment, "score", None), {each.kind: 0 for each in recipe.reward.everything()}
     given = recipe.algorithm.model_dump(exclude_unset=True)  # by the recipe: what a base says shows here too
     lines = [
@@ -115,9 +114,8 @@ def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layo
         return f"shared prompts: off, {why}; each response computes its prompt"
     group, response = rollout.group_size, rollout.max_response_tokens
     together, apart = prompt + group * response, group * (prompt + response)
-    line = (
-        f"shared prompts: on; a group has up to {prompt} + {group} x {response} = {together} tokens instead of {apart}"
-    )
+    most = f"{prompt} + {group} x {response} = {together}"
+    line = f"shared prompts: on; a group has up to {most} tokens instead of {apart}"
     if together > batching.micro_batch_tokens:
         line += ", and is cut where they do not fit a micro-batch; each part computes the prompt"
     return line
@@ -187,9 +185,7 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
     shape = model_shape.read_shape(folder) if folder else None
     on_hub = not Path(model.path).expanduser().is_dir()
     if folder and model.initialise == "pretrained" and not on_hub and not any(folder.glob("*.safetensors")):
-        raise DataError(
-            f"model.path: {folder} has no *.safetensors. For new weights of its architecture: model.initialise=random"
-        )
+        raise DataError(f"model.path: {folder} has no *.safetensors. For new weights: model.initialise=random")
     for judge in recipe.reward.judges():
         model_shape.find_model(judge, "reward.model")
     if model.tokenizer:
@@ -301,9 +297,8 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     prompts, group = rollout.prompts_per_step, rollout.group_size
     mini = algorithm.mini_batch_prompts or prompts
     if group < 2 and algorithm.compares_responses:
-        raise ConfigError(
-            f"rollout.group_size: {algorithm.name} compares the responses of a group: it takes 2 or more, not {group}"
-        )
+        why = f"{algorithm.name} compares the responses of a group"
+        raise ConfigError(f"rollout.group_size: {why}: it takes 2 or more, not {group}")
     if prompts % mini:
         divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
         raise ConfigError(
@@ -355,10 +350,9 @@ def _given_batch(recipe: Recipe) -> list[str]:
 def environment_line(environment: AnyEnvironment, rollout: Rollout, prompt: int, budget: int) -> str:
     each = f" of up to {environment.turn_tokens} tokens" if environment.turn_tokens else ""
     several, most = environment.segments > 1, environment.segments * (prompt + rollout.max_response_tokens)
-    line = f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; a "
-    line += (
-        f"{'segment' if several else 'response'} has up to {rollout.max_response_tokens} tokens with the environment's"
-    )
+    line = f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; "
+    whole = "a segment" if several else "a response"
+    line += f"{whole} has up to {rollout.max_response_tokens} tokens with the environment's"
     if several:
         line += f", an episode up to {environment.segments} segments, {most} tokens with their prompts"
     if several and most > budget:
@@ -384,8 +378,7 @@ def check_schedule(section: str, warmup: int, optimizer: Optimizer, total: int |
 
 
 def _schedule_line(optimizer: Optimizer, run: Run, total: int | None) -> str:
-    length = (
-        f"{run.epochs:g} epochs" if total is None else f"{many(total, 'optimizer step')} in {many(run.steps, 'step')}"
-    )
+    steps = many(run.steps, "step")
+    length = f"{run.epochs:g} epochs" if total is None else f"{many(total, 'optimizer step')} in {steps}"
     warmup = f", {optimizer.lr_warmup_steps} of warmup" if optimizer.lr_warmup_steps else ""
     return f"schedule: {length}{warmup}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"

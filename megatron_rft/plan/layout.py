@@ -111,9 +111,8 @@ def _check_switches(megatron: Megatron, layout: Layout, shape: ModelShape | None
     if megatron.sequence_parallel and layout.tp == 1:
         raise ConfigError("megatron.sequence_parallel: does nothing with tensor_model_parallel_size 1: set it to false")
     if shape and shape.sequence_parallel and layout.tp > 1 and not megatron.sequence_parallel:
-        raise ConfigError(
-            f"megatron.sequence_parallel: {shape.sequence_parallel} with tensor parallelism needs it: set it to true"
-        )
+        why = f"{shape.sequence_parallel} with tensor parallelism needs it"
+        raise ConfigError(f"megatron.sequence_parallel: {why}: set it to true")
     if layout.vpp is not None and layout.pp == 1:
         raise ConfigError(
             "megatron.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size of 2 or more, which is 1"

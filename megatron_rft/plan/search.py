@@ -59,17 +59,9 @@ class Search:
         recipe = self.recipe.model_copy(update={"megatron": section})
         m = memory.MemoryPlan(recipe, self.s, layout, self.bytes)
         group = SharedGroup.of(recipe, self.s, layout, self.fraction)
-        twice = 2 if recipe.model.precision == "fp8" else 1
-        machine = Machine(
-            replace(self.chip, flops=twice * self.chip.flops),
-            Efficiency(),
-            self.s,
-            layout,
-            sequence,
-            section.recompute_granularity,
-            memory.BYTES[recipe.model.precision],
-            keys=group.keys,
-        )
+        chip = replace(self.chip, flops=(2 if recipe.model.precision == "fp8" else 1) * self.chip.flops)
+        recompute, element = section.recompute_granularity, memory.BYTES[recipe.model.precision]
+        machine = Machine(chip, Efficiency(), self.s, layout, sequence, recompute, element, keys=group.keys)
         return Candidate(layout, m.largest, self._step(machine, group, m.state))
 
     def _step(self, machine: Machine, group: SharedGroup, state: memory.State) -> Bounds:

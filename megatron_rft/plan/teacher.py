@@ -27,9 +27,8 @@ def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: 
     if found := list(problems(layout, shape)):
         raise ConfigError(f"teacher: it is computed in the model's layout, and {'; '.join(found)}")
     if shape.sequence_parallel and layout.tp > 1 and not megatron.sequence_parallel:
-        raise ConfigError(
-            f"teacher: {shape.sequence_parallel} with tensor parallelism needs megatron.sequence_parallel"
-        )
+        what = "tensor parallelism needs megatron.sequence_parallel"
+        raise ConfigError(f"teacher: {shape.sequence_parallel} with {what}")
     return f"teacher: {teacher} ({shape}), its weights in host memory while idle"
 
 

@@ -86,11 +86,9 @@ def _nodes(folder: Path, now: float) -> list[str]:
 
 
 def _checkpoints(folder: Path) -> list[str]:
-    names = [
-        f"{path.name} ({datetime.fromtimestamp(path.stat().st_mtime):%H:%M})"
-        for path in complete(folder / "checkpoints")
-    ]
-    damaged = [path.name for path in (folder / "checkpoints").glob("*.damaged")]
+    folder /= "checkpoints"
+    names = [f"{path.name} ({datetime.fromtimestamp(path.stat().st_mtime):%H:%M})" for path in complete(folder)]
+    damaged = [path.name for path in folder.glob("*.damaged")]
     return [f"checkpoints: {', '.join([*names, *damaged]) or 'none yet'}"]
 
 

@@ -136,9 +136,8 @@ def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
         rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n：").removeprefix("that ")
-        if not (DENIED.search(match[0]) or DENIED_IN_SPANISH.search(match[0])) and (
-            found := _value(_clauses(rest)[0], words=5)
-        ):
+        denied = DENIED.search(match[0]) or DENIED_IN_SPANISH.search(match[0])
+        if not denied and (found := _value(_clauses(rest)[0], words=5)):
             return found
     return None
 

@@ -34,9 +34,8 @@ class WandbLogger:
         try:
             self._run = start(**arguments)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            raise UserError(
-                f"wandb refused to start: {error}. Run `wandb login`, or set tracking.wandb.mode=offline"
-            ) from error
+            fix = "Run `wandb login`, or set tracking.wandb.mode=offline"
+            raise UserError(f"wandb refused to start: {error}. {fix}") from error
         except wandb.errors.CommError as error:
             problem = str(error).splitlines()[0]
             wandb.teardown()  # it still holds the run's id

@@ -189,12 +189,8 @@ class EngineBuilder:
     def _local_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> LocalServer:
         shared = torch.cuda.is_available() and not self.alone()
         share = {"gpu_memory_utilization": gpu_share(self.recipe)} if shared else {}
-        return LocalServer(
-            log=self.folder / f"server_{index}.log",
-            environment=environment,
-            arguments=share | self.server_arguments(hf_config),
-            **self._server_options(hf_config),
-        )
+        options = self._server_options(hf_config) | {"arguments": share | self.server_arguments(hf_config)}
+        return LocalServer(log=self.folder / f"server_{index}.log", environment=environment, **options)
 
     def _server_options(self, hf_config: Any) -> dict[str, Any]:
         return {

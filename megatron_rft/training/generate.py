@@ -130,9 +130,8 @@ def _sampler(
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
     reward = stack.enter_context(closing(registry.build(options)))
     if math.isinf(reward.maximum):
-        raise DataError(
-            f"reward.kind: {options.kind} has no best reward, but trajectories are right or wrong: use a verifier"
-        )
+        why = "has no best reward, but trajectories are right or wrong"
+        raise DataError(f"reward.kind: {options.kind} {why}: use a verifier")
     engine = engines.local(model.hf_config)(device)
     player = around(engine, engines, tokenizer, stack)
     weight_sync.send(model.tensors(), engine, version=0)

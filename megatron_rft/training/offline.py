@@ -248,9 +248,7 @@ def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, pa
     longest = max(cost(list(example)) for example in examples)
     if longest > token_budget:
         what = "pair" if len(examples[0]) == 2 else "trajectory"
-        raise DataError(
-            f"batching.micro_batch_tokens: the longest {what} has {longest} tokens, and does not fit {token_budget}"
-        )
+        raise DataError(f"batching.micro_batch_tokens: {token_budget} do not hold the longest {what}, {longest} tokens")
 
 
 def draw(data: Batch, examples: list[tuple[int, ...]]) -> Batch:

@@ -88,9 +88,7 @@ def refuse_others(folder: Path, same_job: bool = False) -> str:
     if other is None or same_job and other.job == this_process().job:
         return ""
     if alive(folder, other) if other.machine == machine() else _beats(folder, other):
-        raise ConfigError(
-            f"run.output_dir {folder}: {other}, trains there. Wait for its end, or choose another run.output_dir"
-        )
+        raise ConfigError(f"run.output_dir {folder}: {other}, trains there. Wait for its end, or choose another folder")
     return f"{other}, has ended without unlocking {folder}: its lock is taken over"
 
 

@@ -107,13 +107,9 @@ class VLLMEngine(Engine):
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
         """Return vLLM's engine arguments. The recipe's `options` take precedence over those of this package."""
         save_config(self.config, Path(folder))
-        defaults = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": sequences,
-            "seed": 0,
-            "disable_log_stats": True,
-        }
-        defaults |= SEEING if self.never else {}
+        defaults = common(folder, self.dtype, "handover", self.max_model_len, sequences)
+        defaults |= {"max_model_len": self.max_model_len, "max_num_seqs": sequences, "seed": 0}
+        defaults |= {"disable_log_stats": True} | (SEEING if self.never else {})
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":

@@ -96,9 +96,8 @@ class ServerEngine(Member):
         try:
             wait_until_ready(self._health, self.start_timeout_s if self.workers else 0)
         except RunFailed as error:
-            raise ConfigError(
-                f"rollout.servers: no vLLM server answers at {self.url} ({error}). {self._how()}"
-            ) from None
+            why = f"no vLLM server answers at {self.url} ({error})"
+            raise ConfigError(f"rollout.servers: {why}. {self._how()}") from None
 
     def _health(self) -> None:
         self._text("GET", "/health", timeout_s=ANSWER_S)

@@ -182,10 +182,9 @@ def is_number(tree: Tree) -> bool:
     """17, -3.5, 2/3, 6 2/3, 3 * 10^8, with or without degrees."""
     factors = [each for each in (tree[1:] if tree[0] == "*" else (tree,)) if each not in (MINUS, DEGREE)]
     scales = [each for each in factors if each[0] != "n"]
-    plain = (
-        each[0] == "^" and each[1][0] == each[2][0] == "n" and (each[2] == MINUS or each[1][1] == 10) for each in scales
-    )
-    return bool(factors) and len(factors) - len(scales) < 2 and len(scales) < 2 and all(plain)
+    powers = all(each[0] == "^" and each[1][0] == each[2][0] == "n" for each in scales)
+    plain = powers and all(each[2] == MINUS or each[1][1] == 10 for each in scales)
+    return bool(factors) and len(factors) - len(scales) < 2 and len(scales) < 2 and plain
 
 
 def is_numeral(tree: Tree) -> bool:

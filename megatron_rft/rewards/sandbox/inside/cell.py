@@ -66,12 +66,8 @@ class Cell:
         os.close(self.pidfd)
         if built != b"1":
             return {"role": self.role, "error": built.decode() or "the cell ended before it was built"}
-        return {
-            "role": self.role,
-            "code": os.waitstatus_to_exitcode(status),
-            "timeout": self.late,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-        }
+        code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        return {"role": self.role, "code": code, "timeout": self.late, "cpu_s": cpu_s}
 
 
 def _run_cell(order: dict, user: tuple[int, int], fds: list[int], built: int) -> None:
