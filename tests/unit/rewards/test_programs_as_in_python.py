@@ -72,6 +72,11 @@ RIGHT = {
         "got = []\ntry:\n    for x in gen(): got.append(x)\n    assert False\n"
         "except ValueError: pass\nassert got == [1, 2]",
     ),
+    "a dataclass that names its own type": (
+        "from dataclasses import dataclass\n@dataclass\nclass Node:\n    value: int\n    next: 'Node | None' = None\n"
+        "def f(x): return Node(x, Node(1)).next.value",
+        "assert f(2) == 1",
+    ),
     "a callback": (
         "def apply(f, xs): return [f(x) for x in xs]\ndef twice(f): return lambda x: f(f(x))",
         "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]\nassert twice(lambda x: 3 * x)(2) == 18\n"

@@ -78,6 +78,23 @@ def test_what_a_script_has(sandbox):
     assert (ended.status, ended.output) == (0, "kept\n20000 é input __main__\n"), ended
 
 
+AS_IN_PYTHON = {
+    "output at exit": "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+    "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint('ok')\nexit()",
+    "a closed output": "import sys\nprint('ok')\nsys.stdout.close()",
+    "no output any more": "import sys\nprint('ok')\nsys.stdout = None",
+    "a larger stack": "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 29, -1))\nprint('ok')",
+    "no arguments": "import sys\nprint('ok' if len(sys.argv) == 1 else sys.argv)",
+    "its own module": "import pickle\nclass A: pass\nprint('ok' if pickle.loads(pickle.dumps(A)) is A else 'other')",
+}
+
+
+@pytest.mark.parametrize("name", AS_IN_PYTHON)
+def test_a_script_runs_as_in_python(name, sandbox):
+    (ended,) = sandbox.map(script(AS_IN_PYTHON[name]), [0])
+    assert (ended.status, ended.output.strip(), ended.errors) == (0, "ok", "")
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [

@@ -119,11 +119,12 @@ def _private_files(disk: int) -> None:
 
 
 def _limit(order: dict) -> None:
+    # Solutions raise the limit of their stack; the address space bounds it.
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     for limit, value in (
         (resource.RLIMIT_AS, order["memory_mb"] << 20),
         (resource.RLIMIT_CPU, math.ceil(order["cpu_s"])),
         (resource.RLIMIT_FSIZE, order["output_mb"] << 20),
-        (resource.RLIMIT_STACK, STACK),
         (resource.RLIMIT_NPROC, PROCESSES),
         (resource.RLIMIT_NOFILE, FILES),
         (resource.RLIMIT_MEMLOCK, 0),

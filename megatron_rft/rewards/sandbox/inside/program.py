@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from itertools import islice
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import wire
@@ -53,25 +53,30 @@ def explain(error: BaseException) -> str:
 
 def run_script(source: str) -> int:
     """Run the program as a script, from standard input to standard output. Returns the exit status."""
-    builtins.exit = builtins.quit = sys.exit
     code = compiled(source)
     if code is None:
         return COMPILE_ERROR
+    status = 0
     try:
-        exec(code, {"__name__": "__main__", "__builtins__": builtins, "__file__": FILE})
-        threading._shutdown()  # waits for threads: solutions often use one for a larger stack
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
+        exec(code, _globals("__main__"))
     except SystemExit as stop:
-        threading._shutdown()
-        sys.stdout.flush()
         if isinstance(stop.code, str):
             sys.stderr.write(stop.code)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
         sys.stderr.write(explain(error))
         return 1
-    return 0
+    threading._shutdown()  # waits for threads: solutions often use one for a larger stack
+    atexit._run_exitfuncs()
+    return status
+
+
+def _globals(name: str) -> dict[str, Any]:
+    """Return the globals for a program as a new module of that name, in which dataclasses and pickle look things up."""
+    builtins.exit = builtins.quit = sys.exit
+    sys.argv, sys.modules[name] = [FILE], ModuleType(name)
+    vars(sys.modules[name]).update(__builtins__=builtins, __file__=FILE)
+    return vars(sys.modules[name])
 
 
 def waited(schedstat: int) -> float:
@@ -86,12 +91,11 @@ def waited(schedstat: int) -> float:
 def serve(source: str, channel: socket.socket, test_s: float, schedstat: int) -> int:
     """Import the program as a module and answer calls of its functions until the channel closes. `test_s`: the CPU
     limit of one call. `schedstat`: the open file of this process."""
-    builtins.exit = builtins.quit = sys.exit
     clock = _Clock(test_s, schedstat)
     code = compiled(source)
     if code is None:
         return COMPILE_ERROR
-    module: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins, "__file__": FILE}
+    module = _globals("solution")
     try:
         with clock:
             exec(code, module)
@@ -266,9 +270,11 @@ def _named(module: dict[str, Any], name: str) -> Any:
 
 def leave(status: int) -> None:
     """Exit without the interpreter's clean-up, which belongs to the server that was forked."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
+        except (AttributeError, ValueError):  # the program has removed or closed it
+            continue
+        except BaseException:
             status = status or 1
     os._exit(status & 0xFF)
