@@ -11,6 +11,7 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 
 import re
 
+from megatron_rft.rewards.base import without_thoughts
 from megatron_rft.rewards.equivalence.disguise import MATHS, formulas
 from megatron_rft.rewards.equivalence.reader import read
 from megatron_rft.rewards.equivalence.trees import value_of
@@ -56,7 +57,7 @@ DENIED = re.compile(
 
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
     """Return the response's answer as written; None if it has none, or ends inside the box."""
-    text = FENCED.sub("\n", text.rpartition("</think>")[2].partition("<think>")[0])
+    text = FENCED.sub("\n", without_thoughts(text))
     box = _last_box(text)
     if how != "boxed" and (found := _hashed(text[box[0] :] if box else text, words=0 if box else 5)):
         return found

@@ -42,6 +42,11 @@ class NoReward(Reward):
         return [Score(0.0)] * len(texts)
 
 
+def without_thoughts(text: str) -> str:
+    """Return what follows a response's thoughts, up to a thought that does not end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def scored(
     reward: Reward, prompts: Sequence[Prompt], texts: list[str], responses: Sequence[Response]
 ) -> Callable[[], list[Score]]:

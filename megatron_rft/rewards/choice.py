@@ -4,7 +4,7 @@ import re
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, without_thoughts
 from megatron_rft.rewards.tools.verifier import has_sections
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -47,7 +47,7 @@ TAIL = 2000  # characters at the end in which an answer is looked for
 def chosen(text: str) -> str | None:
     """Return the last letter in <answer> tags, in a box, stated as the answer, or with which the last line begins. None
     if several letters are named there."""
-    text = text.rpartition("</think>")[2][-TAIL:]
+    text = without_thoughts(text)[-TAIL:]
     if "<answer>" in text:
         found, rest = TAGGED.findall(text), text.rpartition("</answer>")[2]
         return _marked(found[-1]) if found and not rest.strip(" \t\r\n.`") else None

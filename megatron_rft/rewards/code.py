@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, without_thoughts
 from megatron_rft.rewards.sandbox.launch import CALL_LATE, COMPILE_ERROR, SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.runner import Limits, ProgramResult, Sandbox, check, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
@@ -151,7 +151,7 @@ def tested_names(table: dict[str, Any] | str) -> list[str]:
 def extract_code(text: str, names: Sequence[str] = ()) -> str:
     """Return the last block tagged as Python, else the last untagged one, else the last, else the whole text. Thoughts
     are removed first. Of several blocks the last that defines one of `names` is chosen: an example may follow it."""
-    text = text.rpartition("</think>")[2]
+    text = without_thoughts(text)
     blocks = fenced(text)
     tagged = [body for language, body in blocks if language in PYTHON]
     untagged = [body for language, body in blocks if not language]
@@ -162,7 +162,7 @@ def extract_code(text: str, names: Sequence[str] = ()) -> str:
 
 def last_program(text: str) -> str | None:
     """Return the last block tagged as Python, without thoughts; None if there is none."""
-    tagged = [body for language, body in fenced(text.rpartition("</think>")[2]) if language in PYTHON]
+    tagged = [body for language, body in fenced(without_thoughts(text)) if language in PYTHON]
     return tagged[-1] if tagged else None
 
 

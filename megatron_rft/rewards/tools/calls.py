@@ -30,6 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rft.rewards.base import without_thoughts
+
 TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
 # What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
 TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
@@ -115,7 +117,7 @@ def both_calls(reference: str, text: str) -> tuple[list[Call], list[Call] | None
 def tool_calls(text: str, described: dict[str, dict] | None = None, *, quoted: bool = False) -> list[Call]:
     """Return the calls of a response, possibly none. `described`: properties (JSON Schema) of the arguments of each
     function, for formats that write all values as text. `quoted`: also between backticks. Raises Malformed."""
-    calls = _read(text) or (_quoted(text.rpartition("</think>")[2]) if quoted else [])
+    calls = _read(text) or (_quoted(without_thoughts(text)) if quoted else [])
     return [_typed(call, (described or {}).get(call.name, {})) for call in calls]
 
 
@@ -126,7 +128,7 @@ def _typed(call: Call, properties: dict[str, dict]) -> Call:
 
 
 def _read(text: str) -> list[Call]:
-    text = text.rpartition("</think>")[2].replace(DSML, "")
+    text = without_thoughts(text).replace(DSML, "")
     for parse in (_tagged, _llama, _mistral, _functions, _headed, _bare):
         calls = parse(text)
         if calls is not None:

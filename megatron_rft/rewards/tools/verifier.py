@@ -15,7 +15,7 @@ import math
 from collections import Counter
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, without_thoughts
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, both_calls, equal, tool_calls
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
@@ -60,7 +60,7 @@ def exact(prompt: Prompt, text: str) -> Score:
 
 def rlla(prompt: Prompt, text: str) -> Score:
     wanted, made, problem = both_calls(prompt.answer, text)
-    tags = [tag for tag in TAGS if f"<{tag}>" in prompt.answer]
+    tags = [tag for tag in TAGS if f"<{tag}>" in (prompt.answer if tag == "think" else without_thoughts(prompt.answer))]
     shape = float(not tags or has_sections(text, tags))
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)
     correct = correctness == 3.0 and made is not None

@@ -201,6 +201,7 @@ def test_the_field_of_the_row_comes_first(reward):
         ("> ```python\n> a = 1\n> ```", "a = 1\n"),
         ("Here it is: ```python\na\n```", "a\n"),
         ("```python\ns = '```'\nprint(s)\n```", "s = '```'\nprint(s)\n"),
+        ("<think>```python\nx\n```", ""),  # a thought that does not end
         ('```python\ns = """\n```\nx\n```\n"""\nprint(s)\n```\nDone.', 's = """\n```\nx\n```\n"""\nprint(s)\n'),
         ("````python\ns = 1\n```\n````", "s = 1\n```\n"),
         ("```javascript\nlet a\n```\n```\na\n```", "a\n"),

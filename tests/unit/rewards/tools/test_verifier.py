@@ -68,6 +68,7 @@ F = Call("f", {"a": 1})
         ('<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1'
          "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", [Call("f", {"a": "1"})]),
         ("I cannot do that.", []),
+        ("<think>I might call\nf(a=1)", []),  # a thought that does not end
         ("[1, 2]", []),  # JSON, and no call
         ('{"name": 3}', []),
         ('{"a": 1, "b": 2}', []),
@@ -178,6 +179,11 @@ def test_format_apart_from_correctness():
     score = rlla(REFERENCE, REFERENCE.removeprefix("<think> so </think>"))
     assert score.details == {"format": 0.0, "calls": 3.0} and score.reward == 3.0
     assert rlla(REFERENCE, REFERENCE + " more").details["format"] == 0.0
+
+
+def test_a_thought_that_names_a_section_asks_for_none():
+    reference = REFERENCE.replace("so", "no <response> yet")
+    assert rlla(reference, REFERENCE).reward == 4.0
 
 
 def test_where_no_call_is_wanted():
