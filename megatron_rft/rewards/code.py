@@ -89,6 +89,8 @@ class CodeReward(Reward):
     def _grade(self, server: Server, source: str, table: dict[str, Any] | str) -> Score:
         if isinstance(table, str):
             return Score(0.0, error=table)
+        if not source.strip():
+            return _tier("does not compile", "the response has no program", [])
         source = f"{table['preamble']}\n{source}" if table.get("preamble") else source
         grade = _grade_script if table["kind"] == "stdin" else _grade_module
         return grade(server, source, table, self.limits, self.row_limits)

@@ -53,6 +53,13 @@ def test_the_tiers_of_scripts(reward):
     assert not any(score.correct for score in (one, none, broken, raises, loops, quits))
 
 
+def test_no_program_does_not_compile(reward):
+    scores = grade(reward, SQUARES, "", "```python\n\n```", "<think>It is")
+    assert [(each.reward, each.reason) for each in scores] == [
+        (-1.0, "does not compile: the response has no program")
+    ] * 3
+
+
 def test_calls(reward):
     tests = {"kind": "call", "name": "div", "inputs": [[6, 3], [1, 3], [0, 1]], "outputs": [[2], [0.3333333], [0]]}
     right, wrong, method, raises, none = grade(
@@ -194,6 +201,7 @@ def test_the_field_of_the_row_comes_first(reward):
         ("```python\na", "a"),  # cut off
         ("print(1)", "print(1)"),
         ("<think>```python\nx\n```</think>print(1)", "print(1)"),
+        ("<think>```python\nx\n```", ""),  # a thought that does not end
         ("```python\na\n```\nOutput:\n```\n7\n```", "a\n"),  # a tagged block beats an untagged one
         ("1. First\n\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
         ("~~~python\na\n~~~", "a\n"),
@@ -201,7 +209,6 @@ def test_the_field_of_the_row_comes_first(reward):
         ("> ```python\n> a = 1\n> ```", "a = 1\n"),
         ("Here it is: ```python\na\n```", "a\n"),
         ("```python\ns = '```'\nprint(s)\n```", "s = '```'\nprint(s)\n"),
-        ("<think>```python\nx\n```", ""),  # a thought that does not end
         ('```python\ns = """\n```\nx\n```\n"""\nprint(s)\n```\nDone.', 's = """\n```\nx\n```\n"""\nprint(s)\n'),
         ("````python\ns = 1\n```\n````", "s = 1\n```\n"),
         ("```javascript\nlet a\n```\n```\na\n```", "a\n"),
