@@ -32,7 +32,7 @@ MARK = re.compile(
 )
 END = (
     r"。|\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b"
-    r"|, (?=(?:and|the) [^.\n]*\bis\b)"
+    r"|, (?=(?:and|the) [^.\n]*\bis\b|not\b)"
 )
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
@@ -184,7 +184,7 @@ def _asked(text: str, question: str) -> str | None:
 
 def _value(text: str, *, words: int = 0) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or at most so many words."""
-    if DENIED.search(text):
+    if len(text) > 2 * LONGEST or DENIED.search(text):  # at first, because a clause may have hundreds of verbs
         return None
     text = REMARK.sub("", text.strip('*_`" \n\t')).strip().strip("'")
     if not text or len(text) > LONGEST or text[-1] in "+-*/=":

@@ -28,8 +28,9 @@ OPTION = re.compile(
     r"(?:[\s*_`\"'$({\[\\-]|text(?:bf)?\{|math(?:bf|rm)\{)*(?P<letter>[A-Z])(?![\w'’+#-])"
     r"(?P<marks>[)}\]*_`\"'$.:]*)(?P<rest>[^\n]*)"
 )
-# Another letter behind it: "A or B", "A, B", "A. B. C."; not the words A and I.
+# Another letter behind it: "A or B", "A, B", "A. B. C."; not the words A and I, and not "B is wrong".
 ANOTHER = re.compile(
+    r"(?![\s,]*\(?[A-Z]\)? is (?:wrong|incorrect|not)\b)"
     r"(?:(?:[,/&|(]|\b(?i:or|o|and|also|as well as|maybe|perhaps|possibly|otherwise|else|unless|except|if)\b)"
     r"\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
     r"(?=[\s.,:;)/*$}\]]|\Z)(?!\s*[=<>+])"

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from megatron_rft.responses import Prompt
@@ -79,6 +81,8 @@ from megatron_rft.rewards.math import MathReward, judge, vote
         ("The answer is neither.", "neither"),
         ("The answer is neither 3 nor 4.", None),
         ("The answer is 3 (or 4).", None),
+        ("The answer is 5, not 6.", "5"),
+        ("It is not 6, the answer is not 5, not 6.", None),
         ("```latex\n\\boxed{7}\n```", None),
         ("<think>It is \\boxed{7}.</think>", None),
         ("<think>It is \\boxed{7}.", None),
@@ -94,6 +98,14 @@ def test_only_a_box_or_any_number():
     assert final_answer("#### 5", "boxed") is None
     assert final_answer("First 10, then 11.", "any") == "11"
     assert final_answer("We add $3 x$ to", "any") == "3 x"
+    assert final_answer("The answer is 5, not 6.", "any") == "5"
+
+
+@pytest.mark.parametrize("text", ["=" * 4000, "is " * 3000, ":" * 4000, r"\( =" * 3000])
+def test_hundreds_of_verbs_take_no_quadratic_time(text):
+    start = time.process_time()
+    final_answer(text)
+    assert time.process_time() - start < 0.5
 
 
 def test_what_a_response_says_of_the_question():
