@@ -206,7 +206,7 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         pass_at_1=mean,
         standard_error=standard_error,
         pass_at_k={k: passk.mean_pass_at_k(correct, k) for k in passk.ks_up_to(samples)},
-        majority=fmean(passk.majority(*each) or 0.0 for each in zip(answers, correct, strict=True)),
+        majority=passk.mean_majority(answers, correct),
         errors=sum(each.reward is None for each in completions),
         truncated=fmean(each.finish_reason == "length" for each in completions),
         mean_tokens=fmean(each.tokens for each in completions),

@@ -52,6 +52,12 @@ def majority(answers: Sequence[str | None], correct: Sequence[float | None]) -> 
     return next(value for answer, value in votes if answer == winner)
 
 
+def mean_majority(answers: Sequence[Sequence[str | None]], correct: Correct) -> float:
+    """The share of problems whose most frequent answer is right, of those with a graded completion."""
+    graded = [each for each in zip(answers, correct, strict=True) if any(value is not None for value in each[1])]
+    return fmean(majority(*each) or 0.0 for each in graded) if graded else math.nan
+
+
 def ks_up_to(samples: int) -> list[int]:
     """The k that a table shows: 1, 2, 4 ... and n itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]

@@ -7,6 +7,7 @@ import pytest
 from megatron_rft.evaluation.passk import (
     ks_up_to,
     majority,
+    mean_majority,
     mean_pass_at_k,
     pass_at_1,
     pass_at_k,
@@ -43,3 +44,9 @@ def test_majority():
     assert majority(["a", "b", "b"], [1, 0, 0]) == 0
     assert majority(["a", "b"], [1, 0]) == 1  # a tie: the earlier
     assert majority([None, None, "b"], [0, 0, 1]) == 1 and majority([None], [0]) is None
+
+
+def test_a_problem_that_nobody_could_grade_is_no_wrong_majority():
+    answers = [["a", "b"], ["a", "a"], [None, None]]
+    assert mean_majority(answers, [[1, 0], [None, None], [0, 0]]) == 0.5
+    assert math.isnan(mean_majority(answers[:1], [[None, None]]))
