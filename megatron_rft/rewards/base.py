@@ -42,6 +42,11 @@ class NoReward(Reward):
         return [Score(0.0)] * len(texts)
 
 
+def verdict(right: bool, reason: str) -> Score:
+    """Return the score of a verifier that says right or wrong: 1 or 0."""
+    return Score(float(right), reason, correct=right)
+
+
 def without_thoughts(text: str) -> str:
     """Return what follows a response's thoughts, up to a thought that does not end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]

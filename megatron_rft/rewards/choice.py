@@ -4,7 +4,7 @@ import re
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward, without_thoughts
+from megatron_rft.rewards.base import Reward, verdict, without_thoughts
 from megatron_rft.rewards.tools.verifier import has_sections
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -100,8 +100,8 @@ class ChoiceReward(Reward):
         if not wanted:
             return Score(0.0, error=f"the reference {reference[:80]!r} names no option")
         if choice is None:
-            return Score(0.0, "no option is chosen")
-        return Score(float(choice == wanted), "correct" if choice == wanted else f"{choice} is wrong")
+            return verdict(False, "no option is chosen")
+        return verdict(choice == wanted, "correct" if choice == wanted else f"{choice} is wrong")
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
         return chosen(text)

@@ -8,7 +8,7 @@ import re
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, verdict
 from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
@@ -57,15 +57,16 @@ class MathReward(Reward):
             judge(reference, "0", asked)
         except Exception as error:
             return Score(0.0, error=f"the reference {reference[:80]!r}: {type(error).__name__}: {error}")
-        return Score(0.0, f"the answer cannot be graded: {fault}")
+        return verdict(False, f"the answer cannot be graded: {fault}")
 
     def _graded(self, reference: str, text: str, asked: str) -> Score:
         answer = final_answer(text, self.how, asked)
         if answer is None:
-            return Score(0.0, "the response marks no answer")
+            return verdict(False, "the response marks no answer")
         if len(answer) > max(LONGEST, 4 * len(reference)):
-            return Score(0.0, f"an answer of {len(answer)} characters")
-        return Score(1.0, "correct") if judge(reference, answer, asked) else Score(0.0, "wrong answer")
+            return verdict(False, f"an answer of {len(answer)} characters")
+        right = judge(reference, answer, asked)
+        return verdict(right, "correct" if right else "wrong answer")
 
 
 def reference_form(reference: str) -> str:

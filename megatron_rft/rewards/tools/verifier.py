@@ -15,7 +15,7 @@ import math
 from collections import Counter
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.base import Reward, without_thoughts
+from megatron_rft.rewards.base import Reward, verdict, without_thoughts
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, both_calls, equal, tool_calls
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
@@ -47,15 +47,15 @@ def exact(prompt: Prompt, text: str) -> Score:
     """The calls must be the reference's, in any order: 1 or 0, as SDPO grades its tool rows (arXiv 2601.20802)."""
     wanted, left, problem = both_calls(prompt.answer, text)
     if left is None:
-        return Score(0.0, problem, correct=False)
+        return verdict(False, problem)
     if len(left) != len(wanted):
-        return Score(0.0, f"{len(left)} calls, expected {len(wanted)}", correct=False)
+        return verdict(False, f"{len(left)} calls, expected {len(wanted)}")
     for call in wanted:
         same = [each.name == call.name and equal(call.arguments, each.arguments) for each in left]
         if True not in same:
-            return Score(0.0, f"no call {call.name} with {call.arguments}", correct=False)
+            return verdict(False, f"no call {call.name} with {call.arguments}")
         left.pop(same.index(True))
-    return Score(1.0, "all calls right", correct=True)
+    return verdict(True, "all calls right")
 
 
 def rlla(prompt: Prompt, text: str) -> Score:

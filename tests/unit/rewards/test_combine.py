@@ -83,6 +83,13 @@ def test_right_is_what_the_verifiers_say():
     assert total(Score(0.5), Score(0.5)).right  # without a verdict: by the reward
 
 
+def test_form_does_not_make_a_wrong_answer_right():
+    reward = build(options(kind="sum", parts=[{"kind": "math"}, {"kind": "format", "tags": ["think", "answer"]}]))
+    form = "<think>x</think><answer>{}</answer>"
+    scores = reward([Prompt(0, (1,), "", "3")] * 3, [form.format(3), form.format(4), "<answer>3</answer>"])
+    assert [(each.reward, each.right) for each in scores] == [(2.0, True), (1.0, False), (1.0, True)]
+
+
 def test_each_row_has_its_kind():
     reward = build(
         options(
