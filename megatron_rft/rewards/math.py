@@ -1,6 +1,6 @@
 """The mathematics verifier gives 1 if the final answer is equivalent to the reference, else 0.
 
-`answers.py` finds the answer, `equivalence` has what compares it. A verdict takes at most values.LIMIT_S. An answer on
+`answers.py` finds the answer, `equivalence` has what compares it. A verdict takes at most trees.LIMIT_S. An answer on
 which it fails is wrong; a reference on which it fails is an error.
 """
 
@@ -10,13 +10,11 @@ from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.base import Reward, verdict
 from megatron_rft.rewards.choice import option
-from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
 from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral
 from megatron_rft.rewards.equivalence.reader import SEPARATORS, read
 from megatron_rft.rewards.equivalence.tokens import tokens
-from megatron_rft.rewards.equivalence.trees import value_of
-from megatron_rft.rewards.equivalence.values import time_limit
+from megatron_rft.rewards.equivalence.trees import time_limit, value, value_of
 
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
 LONGEST_QUESTION = 8000  # last characters of a problem that are read
@@ -111,4 +109,4 @@ def vote(answer: str) -> str:
     """Return the same text for equal answers, for majority votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
     tree = read(answer)
     trees = [value_of(each) for each in members(tree)] if tree else []
-    return ", ".join(str(values.value(each)) if is_numeral(each) else repr(each) for each in trees) or answer
+    return ", ".join(str(value(each)) if is_numeral(each) else repr(each) for each in trees) or answer

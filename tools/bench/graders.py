@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from megatron_rft.data.prompts import reference_answer
 from megatron_rft.records import Prompt
-from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.equivalence.reader import read
 from megatron_rft.rewards.math import MathReward, reference_form
 
@@ -43,13 +43,13 @@ SYMBOL = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 
-def number(text: str) -> values.Fraction | None:
+def number(text: str) -> trees.Fraction | None:
     """Return the value of a written number or fraction."""
     tree = read(text)
     if tree is None:
         return None
-    found = values.value(tree) if tree[0] in "n*^" and not values.symbols(tree) else None
-    return tree[1] if tree[0] == "n" else found if isinstance(found, values.Fraction) else None
+    found = trees.value(tree) if tree[0] in "n*^" and not trees.symbols(tree) else None
+    return tree[1] if tree[0] == "n" else found if isinstance(found, trees.Fraction) else None
 
 
 def plain(text: str) -> str:
@@ -156,7 +156,7 @@ def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[s
 
 def _rounded(clean: str) -> str:
     tree = read(clean)
-    found = values.value(tree) if tree else None
+    found = trees.value(tree) if tree else None
     return "" if found is None or found != found.real else f"{float(found):.8f}"
 
 

@@ -9,10 +9,10 @@ x = 3         the value 3 where the reference has no equation; else the same equ
 
 import re
 
-from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.equivalence.reader import EMPTY, TO, is_name
 from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times, value_of
-from megatron_rft.rewards.equivalence.units import LETTERS, measures
+from megatron_rft.rewards.equivalence.words import LETTERS, measures
 
 ASKS_PERCENT = re.compile(r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|\\?%)", re.IGNORECASE)
 LISTS = {",", "{}", "u"}
@@ -31,12 +31,10 @@ def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
     """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
     if wanted == got or "text" in (wanted[0], got[0]):
         return wanted == got or (got[0] == "n" and wanted[1] == f"number {got[1]}")  # 5 for the fifth
-    of_lists = (_lists,) if {wanted[0], got[0]} & LISTS else ()
-    for rule in (_chains, _units, *((_percentages,) if percent else ()), *of_lists, _ordered):
-        verdict = rule(wanted, got, percent)
-        if verdict is not None:
+    for rule in (_chains, _units, _percentages, _lists, _ordered):
+        if (verdict := rule(wanted, got, percent)) is not None:
             return verdict
-    return values.equal(wanted, got)
+    return trees.equal(wanted, got)
 
 
 def parameters(wanted: Tree, got: Tree) -> list[Tree]:
@@ -54,7 +52,7 @@ def replaced(tree: Tree, parts: dict[Tree, Tree]) -> Tree:
 
 def _chains(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare equations and chains of equations."""
-    if "=" not in (wanted[0], got[0]) or {wanted[0], got[0]} & {",", "{}", "u"}:
+    if "=" not in (wanted[0], got[0]) or {wanted[0], got[0]} & LISTS:
         return None
     if got[0] == "=" and _contradicts(got):
         return False
@@ -62,7 +60,7 @@ def _chains(wanted: Tree, got: Tree, percent: bool) -> bool | None:
         return same(wanted, counted(wanted, got), percent)
     if got[0] != "=" or wanted[2] == got[2]:
         return (got[0] == "=" or is_name(wanted[2])) and same(wanted[-1], got[-1] if got[0] == "=" else got, percent)
-    return len(wanted) == len(got) == 4 and values.proportional(wanted[2:], got[2:])
+    return len(wanted) == len(got) == 4 and trees.proportional(wanted[2:], got[2:])
 
 
 def _contradicts(chain: Tree) -> bool:
@@ -73,11 +71,11 @@ def _contradicts(chain: Tree) -> bool:
 
 def _rounds(exact: Tree, written: Tree, signs: str) -> bool:
     """Whether a number rounds what stands before it in a chain."""
-    value = values.value(exact)
+    value = trees.value(exact)
     if written[0] != "n" or not (written[1].places or "~" in signs) or value is None or value != value.real:
         return False
-    difference = abs(values.number(value) - values.number(written[1]))
-    return bool(difference <= values.number(Numeral(501, 1000)) / 10 ** (written[1].places or 0))
+    difference = abs(trees.number(value) - trees.number(written[1]))
+    return bool(difference <= trees.number(Numeral(501, 1000)) / 10 ** (written[1].places or 0))
 
 
 def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
@@ -85,9 +83,9 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     wanted, got = _clock(wanted, got), _clock(got, wanted)
     ours, theirs = map(measured, (wanted, got))
     if "unit" not in (wanted[0], got[0]):
-        if (DEGREE in nodes(wanted)) != (DEGREE in nodes(got)) and values.symbols(wanted) == values.symbols(got):
+        if (DEGREE in nodes(wanted)) != (DEGREE in nodes(got)) and trees.symbols(wanted) == trees.symbols(got):
             plain = (replaced(each, {DEGREE: ONE}) for each in (wanted, got))
-            return values.equal(wanted, got) or same(*plain, percent)
+            return trees.equal(wanted, got) or same(*plain, percent)
         if wanted[0] == "n" and theirs[0] == "unit":
             return same(wanted, theirs[1], percent)
         if got[0] != "n" or ours[0] != "unit" or "-" not in ours[2]:  # 2m is a product, not 2 m/s
@@ -97,14 +95,14 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     if not one or not other or one == other:
         return same(ours[1], theirs[1], percent)
     pairs = [(a, b) for what, a in one for another, b in other if what == another]
-    return any(values.equal(times(ours[1], ("n", Numeral(a))), times(theirs[1], ("n", Numeral(b)))) for a, b in pairs)
+    return any(trees.equal(times(ours[1], ("n", Numeral(a))), times(theirs[1], ("n", Numeral(b)))) for a, b in pairs)
 
 
 def _clock(tree: Tree, other: Tree) -> Tree:
     """16:15 is 4:15 pm beside a time that says am or pm."""
     if other[0] != "unit" or other[2].lower() not in ("am", "pm") or tree[:2] != ("f", ":"):
         return tree
-    hour, minute = (each[1] if values.is_whole(each) else -1 for each in tree[2:])
+    hour, minute = (each[1] if trees.is_whole(each) else -1 for each in tree[2:])
     if 0 < hour < 13 or not (0 <= hour < 24 and 0 <= minute < 60):
         return tree
     return ("unit", ("f", ":", ("n", Numeral((hour - 1) % 12 + 1)), tree[3]), "pm" if hour > 12 else "am")
@@ -121,7 +119,7 @@ def measured(tree: Tree) -> Tree:
 
 
 def _percentages(wanted: Tree, got: Tree, percent: bool) -> bool | None:
-    if not wanted[0] == got[0] == "n":
+    if not percent or not wanted[0] == got[0] == "n":
         return None
     ours, theirs = (each[1].percent for each in (wanted, got))
     return (ours != theirs and wanted[1] * 100**ours == got[1] * 100**theirs) or None
@@ -137,6 +135,8 @@ def members(tree: Tree) -> list[Tree]:
 
 def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare lists, sets and unions in any order."""
+    if not {wanted[0], got[0]} & LISTS:
+        return None
     if _nested(wanted) != _nested(got):
         return False
     ours, theirs = (list(each[1:]) if each[0] in LISTS else [each] for each in (wanted, got))

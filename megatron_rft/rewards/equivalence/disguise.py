@@ -16,7 +16,7 @@ from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.equivalence.compare import measured, members, same
 from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, is_name, read
 from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, ratio, value_of
@@ -52,9 +52,9 @@ def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
     if DEGREE in nodes(goal) and ("s", r"\pi") in nodes(tree):
         return False
     if is_number(goal):
-        quotient = values.is_whole(goal) and any(each[0] == "^" and each[2] == MINUS for each in nodes(tree))
+        quotient = trees.is_whole(goal) and any(each[0] == "^" and each[2] == MINUS for each in nodes(tree))
         return not is_numeral(tree) or quotient or _is_calculation(tree, question)
-    if _functions(tree) - _functions(goal) - COUNTS or values.symbols(tree) - values.symbols(goal):
+    if _functions(tree) - _functions(goal) - COUNTS or trees.symbols(tree) - trees.symbols(goal):
         return True
     ours, theirs = measure(goal), measure(tree)
     undone = theirs["arithmetic"] and not ours["arithmetic"]
@@ -80,7 +80,7 @@ def _sides(tree: Tree) -> Tree:
 
 
 def _disguised(wanted: Tree, got: Tree, question: str) -> bool:
-    solved = wanted[0] == "=" and len(wanted) == 4 and is_name(wanted[2]) and not values.symbols(wanted[-1])
+    solved = wanted[0] == "=" and len(wanted) == 4 and is_name(wanted[2]) and not trees.symbols(wanted[-1])
     if solved and got[0] == "=" and not is_name(got[2]):
         return True
     if solved or not wanted[0] == got[0] == "=":
@@ -109,7 +109,7 @@ def _echo(formula: Tree, goal: Tree, answer: Tree) -> bool:
     if counts["operations"] != ours["operations"] and "sizes" in asked:
         asked.remove("sizes")  # of the numbers of a fraction to be reduced
     near = formula == answer or padded or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
-    return bool(near) and (values.proportional(goal[2:], formula[2:]) if equation else values.equal(goal, formula))
+    return bool(near) and (trees.proportional(goal[2:], formula[2:]) if equation else trees.equal(goal, formula))
 
 
 def _is_calculation(tree: Tree, question: str) -> bool:
@@ -159,7 +159,7 @@ def _count_power(tree: Tree, count: Counter[str], root: bool) -> None:
     if exponent == -1 and tree[1][0] != "n":
         count.update(fractions=1, below=any(each == ("s", "i") or is_root(each) for each in nodes(tree[1])))
     count.update(operations=1, inverses=negative and exponent != -1)
-    count["products"] += tree[1][0] in "+*" and values.is_whole(tree[2]) and exponent > 1
+    count["products"] += tree[1][0] in "+*" and trees.is_whole(tree[2]) and exponent > 1
     products = count["products"]
     _count(tree[1], count, root=root or is_root(tree))
     if negative:
@@ -174,7 +174,7 @@ def is_root(tree: Tree) -> bool:
 
 def _functions(tree: Tree) -> set[str]:
     found = {each[1] for each in nodes(tree) if each[0] == "f"}
-    found |= {"root" for each in nodes(tree) if is_root(each) and values.symbols(each[1])}
+    found |= {"root" for each in nodes(tree) if is_root(each) and trees.symbols(each[1])}
     return {next((min(kin) for kin in (TRIGONOMETRY, LOGARITHMS, ROOTS) if each in kin), each) for each in found}
 
 
@@ -192,8 +192,8 @@ def is_numeral(tree: Tree) -> bool:
     if tree[0] in ("+", "*") and len(tree) == 3 and {ONE, MINUS} & set(tree):
         inner = next((each for each in tree[1:] if each not in (ONE, MINUS)), ONE)
         return is_numeral(inner) and (tree[0] == "*" or (inner[0] in ("^", "f") and ratio(inner) is None))
-    if tree[0] == "^" and values.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
+    if tree[0] == "^" and trees.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
         return True
     if tree[0] == "f" and tree[1] in ("!", "binom", "inverse"):
-        return all(values.is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
+        return all(trees.is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
     return is_number(tree)

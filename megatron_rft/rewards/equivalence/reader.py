@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 
-from megatron_rft.rewards.equivalence.spoken import LARGE, number
+from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.equivalence.tokens import Token, tokens
 from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Numeral, Tree, nodes, plus, power, ratio, rebuilt, times
-from megatron_rft.rewards.equivalence.units import is_unit, measures
-from megatron_rft.rewards.equivalence.values import within_limit
+from megatron_rft.rewards.equivalence.words import LARGE, is_unit, measures, number
 
 BIG = {"int", "iint", "iiint", "oint", "sum", "prod", "lim"}
 TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -92,7 +92,7 @@ class Reader:
         """Return what `parse` reads, or None and stay here."""
         state = self.tokens, self.place, self.bars
         self.attempts += 1
-        within_limit()
+        trees.within_limit()
         if self.attempts > MOST:
             raise RecursionError("too many ways to read it")
         with suppress(ValueError):
@@ -103,8 +103,7 @@ class Reader:
 
     def cut(self, place: int, pieces: Iterable[str]) -> None:
         """Replace a token by its parts."""
-        cut = [Token(each, False) for each in pieces]
-        self.tokens = [*self.tokens[:place], *cut, *self.tokens[place + 1 :]]
+        self.tokens = [*self.tokens[:place], *(Token(each, False) for each in pieces), *self.tokens[place + 1 :]]
 
     def skip_introduction(self) -> None:
         """Skip "The answer is" and a leading sign of equality."""
@@ -120,12 +119,8 @@ class Reader:
     def statement(self) -> Tree:
         """A list of items, one item, or inequalities as a union of intervals."""
         members = self.item()
-        while self.next in SEPARATORS or (self.next == "(" and self.ahead(2) == r"\in"):
-            while self.has(*SEPARATORS):
-                continue
-            if self.next in ENDS:
-                break
-            members += self.item()
+        while self.has(*SEPARATORS) or (self.next == "(" and self.ahead(2) == r"\in"):
+            members += [] if self.next in ENDS else self.item()
         if len(members) == 1:
             return _apart(members[0])
         if all(each[0] == "u" for each in members):
@@ -136,15 +131,20 @@ class Reader:
 
     def item(self) -> list[Tree]:
         found = self.attempt(self.words) or self.chain()
-        while found[0] == "unit" and (more := self.attempt(lambda: self.with_smaller(found))):  # noqa: B023
+        while found[0] == "unit" and (more := self.attempt(partial(self.with_smaller, found))):
             found = more
         several = any(each[:2] == ("f", "pm") for each in nodes(found))
         return [_signed(found, sign) for sign in "+-"] if several else [found]
 
-    def with_smaller(self, found: Tree) -> Tree | None:
-        """Read 20 minutes behind 3 hours, 50 cents behind "2 dollars and"."""
+    def with_smaller(self, large: Tree) -> Tree | None:
+        """Add a part of one unit in a smaller unit: 20 minutes to 3 hours, 50 cents to "2 dollars and"."""
         self.has("and")
-        return together(found, self.product())
+        small = self.product()
+        counts = small[0] == "unit" and large[1][0] == small[1][0] == "n"
+        for (what, size), (other, part) in product(measures(large[2]), measures(small[2])) if counts else ():
+            if what == other and 0 < (share := small[1][1] * part / size) < 1 and part < size:
+                return ("unit", ("n", Numeral(large[1][1] + share)), large[2])
+        return None
 
     def words(self) -> Tree | None:
         """Words up to the end of an item: Friday, Quadrant I, ninety-nine."""
@@ -406,8 +406,7 @@ class Reader:
     def scripts(self) -> list[Tree]:
         found = []
         while self.next in ("_", "^"):
-            where = "up" if self.take() == "^" else "low"
-            found.append((where, self.argument()))
+            found.append(("up" if self.take() == "^" else "low", self.argument()))
         return found
 
     def matrix(self, name: str) -> Tree:
@@ -468,14 +467,3 @@ def _interval(members: list[Tree], signs: list[str]) -> Tree | None:
 
 def _all_but(value: Tree) -> Tree:
     return ("u", ("()", "(", ")", FROM, value), ("()", "(", ")", value, TO))
-
-
-def together(large: Tree, small: Tree) -> Tree | None:
-    """Add a part of one unit of a quantity, in a smaller unit: 20 minutes to 3 hours."""
-    if not (large[0] == small[0] == "unit" and large[1][0] == small[1][0] == "n"):
-        return None
-    for what, size in measures(large[2]):
-        for other, part in measures(small[2]):
-            if what == other and 0 < (share := small[1][1] * part / size) < 1 and part < size:
-                return ("unit", ("n", Numeral(large[1][1] + share)), large[2])
-    return None

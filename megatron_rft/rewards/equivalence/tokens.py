@@ -9,7 +9,7 @@ import unicodedata
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_rft.rewards.equivalence.spoken import MAYBE, is_number, spoken
+from megatron_rft.rewards.equivalence.words import MAYBE, is_number, spoken
 
 CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "⁄": "/", "∕": "/",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from megatron_rft.config.rewards import CodeOptions, MathOptions
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards import math
-from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.math import MathReward, judge
 from megatron_rft.rewards.registry import build
 
@@ -173,10 +173,10 @@ def test_no_verdict_takes_longer_than_its_limit(monkeypatch):
     assert verdict("7", "0").reason == verdict("7", LONG).reason == "wrong answer"
     huge = "(" * 8 + "2" + "^9)" * 8
     assert verdict("x^2+3x+y+2", f"(x^2+3x+y+2){huge}/{huge}", "Expand $(x+1)(x+2)+y$.").reason == "wrong answer"
-    monkeypatch.setattr(values, "LIMIT_S", 0.004)
+    monkeypatch.setattr(trees, "LIMIT_S", 0.004)
     score = verdict("7", LONG)
     assert "no verdict within" in score.reason and score.reward == 0.0 and score.error is None
-    monkeypatch.setattr(values, "LIMIT_S", 0.0)
+    monkeypatch.setattr(trees, "LIMIT_S", 0.0)
     assert "no verdict within" in verdict("x(x+1)", "x^2+x").error  # the reference alone takes as long
     assert MathReward().answer(prompts("7")[0], r"\boxed{2/4}") is None
     monkeypatch.undo()
@@ -188,11 +188,11 @@ def test_finding_and_judging_an_answer_have_one_limit(monkeypatch):
     started = []
 
     def slowly(*given) -> str:
-        started.append(values.verdict.end - time.thread_time())
+        started.append(trees.verdict.end - time.thread_time())
         while True:
-            values.within_limit()
+            trees.within_limit()
 
-    monkeypatch.setattr(values, "LIMIT_S", 0.2)
+    monkeypatch.setattr(trees, "LIMIT_S", 0.2)
     monkeypatch.setattr(math, "final_answer", slowly)
     before = time.thread_time()
     score = MathReward()(prompts("7"), ["It takes long."])[0]
