@@ -81,22 +81,17 @@ def _kind(text: str) -> str:
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
     """Where the last box begins, and what it and the boxes of its list hold; None for a box that is left open."""
-    boxes = list(BOX.finditer(text))[-20:]
-    return _last_list(text, [(match.start(), *_content(text, match)) for match in boxes]) if boxes else None
-
-
-def _last_list(text: str, found: list[tuple[int, str | None, int]]) -> tuple[int, str | None]:
+    found = [(match.start(), *_content(text, match)) for match in list(BOX.finditer(text))[-20:]]
     found = [each for k, each in enumerate(found) if not (k and each[0] < found[k - 1][2])]
-    place, content, _ = found[-1]
-    if content is None:
-        return place, None
-    values = [_clean(content)]
+    if not found or found[-1][1] is None:
+        return found[-1][:2] if found else None
+    values = [_clean(found[-1][1])]
     for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
         between = text[before[2] : after[0]]
         if before[1] is None or len(between) > 80 or {each.lower() for each in APART.findall(between)} - JOINING:
             break
         values.append(_clean(before[1]))
-    return place, ", ".join(dict.fromkeys(reversed(values)))
+    return found[-1][0], ", ".join(dict.fromkeys(reversed(values)))
 
 
 def _content(text: str, match: re.Match) -> tuple[str | None, int]:

@@ -208,14 +208,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _headed(text: str) -> list[Call] | None:
     """Return the calls of formats that write a name and then its arguments."""
-    return [_with_arguments(match[1], text, match.end()) for match in HEADER.finditer(text)] or None
-
-
-def _with_arguments(name: str, text: str, place: int) -> Call:
-    values, _ = _json_values(text[place : place + LONGEST], most=1)
-    if not values:
-        raise Malformed(f"{name} without readable arguments")
-    return _call({"name": name, "arguments": values[0]})
+    calls = []
+    for match in HEADER.finditer(text):
+        values, _ = _json_values(text[match.end() :][:LONGEST], most=1)
+        if not values:
+            raise Malformed(f"{match[1]} without readable arguments")
+        calls.append(_call({"name": match[1], "arguments": values[0]}))
+    return calls or None
 
 
 def _bare(text: str) -> list[Call] | None:
