@@ -64,7 +64,7 @@ MARKERS = re.compile(
     r"|(?:^|:)[ \t]*(?:\[[A-Za-z_][\w.]*\(|[A-Za-z_][\w.]*\(\w+=)|\A\s*[A-Za-z_][\w.]*\([^()\n]*\)\s*\Z",
     re.MULTILINE | re.IGNORECASE,
 )
-BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
+BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?=[\[{]|[A-Za-z_][\w.]{0,200}+\()", re.MULTILINE)  # bounded: "a.a.a" has many
 NAMES = ("name", "function", "tool", "tool_name", "action")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "tool_arguments", "action_input")
 LONGEST = 20_000  # characters that are read as calls

@@ -1,6 +1,7 @@
 import itertools
 import json
 import random
+import time
 
 import pytest
 
@@ -114,6 +115,12 @@ def test_the_forms_of_calls(text, calls):
 def test_what_cannot_be_read(text):
     with pytest.raises(Malformed):
         tool_calls(text)
+
+
+def test_a_long_chain_of_names_takes_no_quadratic_time():
+    start = time.process_time()
+    assert tool_calls("a." * 30_000) == []
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(
