@@ -41,6 +41,7 @@ LISTED = re.compile(
 )
 OTHER = re.compile(r"(?<!\d)[\s;,:|/=→–—-][({*$]*(?![AI]\s+[a-z])[A-J](?=[\s.,;:!?)\]}*$]|\Z)")
 DENIED = re.compile(r"[\s,(]*(?:(?:is|can)\s*)?(?:not|n't|wrong|incorrect|false)\b")
+SMALL = re.compile(r"\A(\W*(?:text\w*\W+)?)([a-j])(?=\W*\Z)")  # alone within tags or a box
 A_WORD = re.compile(r"\s+(?!(?:because|since|as|is|so|but|which)\b)[a-z]")  # "A cat", "I think"
 TAIL = 2000  # characters at the end in which an answer is looked for
 
@@ -65,7 +66,7 @@ def chosen(text: str) -> str | None:
 def _marked(text: str) -> str | None:
     """Return the option within tags or a box: "B", "B. Paris", "Option B", "The answer is B"; None if it names several
     or says that it is wrong. A bare letter may stand beside no other; after "B." follows the option's own text."""
-    text = BOXED.sub(r"\1", text).strip()
+    text = SMALL.sub(lambda small: small[1] + small[2].upper(), BOXED.sub(r"\1", text).strip())
     lead = LEAD.match(text)
     text = text[lead.end() :] if lead else text
     letter, found = option(text), OPTION.match(text)
