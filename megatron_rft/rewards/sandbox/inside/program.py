@@ -29,7 +29,6 @@ TAIL = 1500  # characters of a traceback that are reported
 # Of the wall time of a call, without the time spent waiting for a processor:
 MAX_WALL_FACTOR = 8  # its limit, as a multiple of the CPU limit; 2 for a program that sleeps
 IDLE = 0.02  # share of a processor below which a program counts as sleeping
-BATCH = 256  # values of an iterator in one message
 
 
 def compiled(source: str) -> CodeType | None:
@@ -195,7 +194,7 @@ class _Module:
         """Return at most `count` values of an iterator, and the exception after them, if one was raised."""
         values, ended = [], None
         try:
-            values.extend(islice(iterator, min(count, BATCH)))
+            values.extend(islice(iterator, min(count, wire.BATCH)))
         except BaseException as error:
             ended = self._error(error)
         return {"value": wire.encode(values, self._reference), "then": ended}

@@ -21,7 +21,6 @@ from typing import Any, TextIO
 import wire
 
 SHOWN = 300  # characters of a value or a test that are reported
-BATCH = 256  # values of an iterator in one message
 LONGEST = 1 << 20  # values of an iterator that are read
 HIDDEN = object.__getattribute__
 
@@ -85,7 +84,7 @@ def _values(target: int, client: "Client") -> Iterator[Any]:
     count, total, ended = 1, 0, False
     while not ended:
         values, then = client.next(target, count)
-        ended, count, total = len(values) < count, min(2 * count, BATCH), total + len(values)
+        ended, count, total = len(values) < count, min(2 * count, wire.BATCH), total + len(values)
         if total > LONGEST:
             raise _unreadable(ValueError(f"an iterator of more than {LONGEST} values"))
         yield from values

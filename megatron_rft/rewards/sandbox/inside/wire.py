@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 LIMIT = 16 << 20  # bytes of a message
+BATCH = 256  # values of an iterator in one message
 HASHED = 20_000  # most integers beyond EXACT, and other numbers with forgeable hash collisions, in a message
 EXACT = 1 << 53
 COLLECTIONS = {kind.__name__: kind for kind in (dict, tuple, set, frozenset, deque)}
