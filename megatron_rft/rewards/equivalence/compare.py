@@ -31,7 +31,8 @@ def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
     """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
     if wanted == got or "text" in (wanted[0], got[0]):
         return wanted == got or (got[0] == "n" and wanted[1] == f"number {got[1]}")  # 5 for the fifth
-    for rule in (_chains, _units, _percentages, _lists, _ordered):
+    of_lists = (_lists,) if {wanted[0], got[0]} & LISTS else ()
+    for rule in (_chains, _units, *((_percentages,) if percent else ()), *of_lists, _ordered):
         if (verdict := rule(wanted, got, percent)) is not None:
             return verdict
     return trees.equal(wanted, got)
@@ -119,7 +120,7 @@ def measured(tree: Tree) -> Tree:
 
 
 def _percentages(wanted: Tree, got: Tree, percent: bool) -> bool | None:
-    if not percent or not wanted[0] == got[0] == "n":
+    if not wanted[0] == got[0] == "n":
         return None
     ours, theirs = (each[1].percent for each in (wanted, got))
     return (ours != theirs and wanted[1] * 100**ours == got[1] * 100**theirs) or None
@@ -135,8 +136,6 @@ def members(tree: Tree) -> list[Tree]:
 
 def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare lists, sets and unions in any order."""
-    if not {wanted[0], got[0]} & LISTS:
-        return None
     if _nested(wanted) != _nested(got):
         return False
     ours, theirs = (list(each[1:]) if each[0] in LISTS else [each] for each in (wanted, got))
