@@ -159,11 +159,16 @@ class Checkpointer:
             left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
             raise RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again") from error
 
-    def close(self) -> None:
-        if self.failed:
-            return  # the writers have ended already
-        self.wait()
-        self.queue.close()
+    def close(self, failing: bool = False) -> None:
+        """`failing`: an error ends this rank. It then finishes a save only if the others fail too."""
+        try:
+            if failing and self.saving:
+                parallel.barrier("failure")
+        except RuntimeError:  # the others wait elsewhere, or have ended
+            self.failed = True
+        if not self.failed:
+            self.wait()
+            self.queue.close()
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files have their digests, and a sentence about each newer one, which is renamed.

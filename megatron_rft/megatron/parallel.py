@@ -180,6 +180,7 @@ def _connect(faults: Faults) -> None:
         ) from None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=faults.step_limit_s))
     _host["limits"] = {phase: timedelta(seconds=getattr(faults, f"{phase}_limit_s")) for phase in PHASES}
+    _host["limits"]["failure"] = timedelta(seconds=30)  # for ranks to meet that all end by an error
     # One group for all phases: each is a mesh of connections, whose look-ups take minutes at 1,024 ranks.
     _host["group"] = dist.new_group(backend="gloo", timeout=_host["limits"]["start"])
 

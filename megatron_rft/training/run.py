@@ -98,7 +98,7 @@ class TrainingRun:
         self.checkpoints = Checkpointer(folder, models.trained, options.keep, options.asynchronous, models.averages)
         self.tracker: Tracker | None = None
         self.observers: list[Observer] = []
-        stack.enter_context(closing(self))
+        stack.push(lambda failed, *_: self.close(failing=failed is not None))
 
     # ---- start
 
@@ -290,8 +290,8 @@ class TrainingRun:
         if after and dist.get_rank() == 0:
             print(headline(before, after), flush=True)
 
-    def close(self) -> None:
-        self.checkpoints.close()
+    def close(self, failing: bool) -> None:
+        self.checkpoints.close(failing)
         if self.tracker is not None:
             self.tracker.close()
 

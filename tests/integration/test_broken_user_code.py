@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megatron_rft.commands.main import main
+from megatron_rft.utils.checkpoint_files import complete
 from tests.integration.tiny import metrics, train, write_recipe
 
 WORLDS = """
@@ -144,3 +145,30 @@ def test_rewards(tmp_path, name, status, message):
     recipe = write_recipe(tmp_path, reward=reward, run={"steps": 1, "seed": 3}, data={"test": None})
     ended, output = train(recipe)
     assert ended == status and re.search(message, output) and "Traceback" not in output, output
+
+
+FAILING = """
+import os
+from megatron_rft.objectives.grpo import GRPO
+
+class Failing(GRPO):
+    steps = 0
+
+    def prepare(self, batch, state):
+        self.steps += 1
+        if self.steps == 2 and os.environ["RANK"] in "{ranks}":
+            raise LookupError("no such place")
+        return super().prepare(batch, state)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "01"])
+def test_an_error_ends_the_run_while_a_checkpoint_is_being_written(tmp_path, ranks):
+    """One rank does not wait for others that wait for it in the step. If all ranks fail, the checkpoint is finished."""
+    (tmp_path / "failing.py").write_text(FAILING.format(ranks=ranks))
+    algorithm = {"name": "own", "objective": f"{tmp_path}/failing.py:Failing", "kl_coefficient": 0.0}
+    more = {"data": {"test": None}, "checkpoint": {"every": 1}}
+    recipe = write_recipe(tmp_path, algorithm=algorithm | {"mini_batch_prompts": None}, **more)
+    status, output = train(recipe, "--nproc", "2", timeout=900)  # and not after an hour, when gloo gives up
+    assert status == 3 and re.search(r"error: rank \d failed: LookupError: no such place", output), output[-3000:]
+    assert [path.name for path in complete(tmp_path / "run/checkpoints")] == ["step_000001"] * (ranks == "01")
