@@ -10,12 +10,10 @@ from megatron_rft.config.recipe import Recipe
 # fmt: off
 FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "run.access", "tracking.*", "checkpoint.*",
-    "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.use_distributed_optimizer",
-    "optimizer.overlap*", "optimizer.*offload*", "optimizer.pin_cpu_*", "data.validation*", "data.test*",
-    "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers", "rollout.max_batch_sequences",
-    "rollout.reserve_gib",
-    "reward.workers", "reward.timeout_s", "environment.processes", "environment.turn_timeout_s",
-    "environment.episode_timeout_s", "environment.programs", "environment.host",
+    "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.overlap*", "optimizer.*offload*",
+    "optimizer.pin_cpu_*", "data.validation*", "data.test*", "rollout.engine", "rollout.placement", "rollout.processes",
+    "rollout.servers", "rollout.max_batch_sequences", "rollout.reserve_gib", "reward.workers", "reward.timeout_s",
+    "environment.processes", "environment.*_timeout_s", "environment.programs", "environment.host",
 )
 # fmt: on
 

@@ -204,9 +204,10 @@ class Checkpointer:
             shards = optimizer_shards.ShardReader(parallel.on_main(lambda: optimizer_shards.index(path)))
             loaded = dist_checkpointing.load(self._sharded(), str(path), shared)
             self._load_into_models(loaded, shards)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the second one's text is a traceback
+            reason = str(error).strip().rpartition("\n")[2]
             raise DataError(
-                f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "
+                f"the checkpoint {path} cannot be loaded into this model: {reason}. Was the model or the optimizer "
                 "changed? Start in another run.output_dir, or remove the folder to continue from an earlier checkpoint"
             ) from error
         for name, average in self.averages.items():

@@ -394,8 +394,10 @@ class TestDifference:
         assert difference(load(recipe), load(recipe, free)) == []
 
     def test_options_that_may_not_change_on_resume(self, recipe):
-        lines = difference(load(recipe), load(recipe, ["run.seed=1", "pipo.window=4"]))
+        changed = ["run.seed=1", "pipo.window=4", "optimizer.use_distributed_optimizer=false"]
+        lines = difference(load(recipe), load(recipe, changed))
         assert "run.seed: 0 there, 1 now" in lines and "pipo.window: null there, 4 now" in lines
+        assert "optimizer.use_distributed_optimizer: true there, false now" in lines  # its checkpoints are others
 
     def test_a_longer_run_may_not_change_the_schedule(self, recipe):
         cosine = ["optimizer.lr_decay_style=cosine"]

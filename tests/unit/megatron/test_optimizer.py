@@ -21,7 +21,7 @@ from megatron_rft.megatron.optimizer import optimizer_config
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import latest
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError, DataError
 from tests.made import made
 from tests.shapes import SMALL
 
@@ -259,6 +259,17 @@ def test_both_survive_a_checkpoint(one_rank, tmp_path, distributed, used):
     reader.close()
     for found, wanted in zip(go_on(other, mean), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_checkpoint_of_the_other_optimizer_is_refused(one_rank, tmp_path, distributed):
+    """megatron-core's error about it is no Exception."""
+    writer = Checkpointer(tmp_path, {"actor": build(distributed)}, asynchronous=False)
+    writer.save(1, {}, {})
+    writer.close()
+    reader = Checkpointer(tmp_path, {"actor": build(not distributed)})
+    with pytest.raises(DataError, match="cannot be loaded into this model.*Was the model or the optimizer changed"):
+        reader.load(latest(tmp_path))
 
 
 class LayerWithExtraState(torch.nn.Linear):
