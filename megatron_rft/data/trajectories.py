@@ -26,6 +26,7 @@ from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import digest, read_json, replacing, write_atomically
 
 INDEX = "index.json"
+INPUTS = "shards/inputs.json"  # digests of what the shards are made from
 IDS = pa.list_(pa.int32())
 
 
@@ -83,6 +84,16 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def missing(folder: Path, shards: int) -> list[int]:
     return [number for number in range(shards) if not shard_path(folder, number).is_file()]
+
+
+def check_inputs(folder: Path, inputs: dict[str, str]) -> None:
+    """Raises DataError if the shards were made from other `inputs` (digests by option), which have changed since."""
+    made_from = read_json(folder / INPUTS) or {}
+    if changed := [option for option, its in made_from.items() if its != inputs[option]]:
+        raise DataError(
+            f"{changed[0]}: it has changed since the shards in {folder} were made, and a store is of one data set and "
+            "one model. Choose another run.output_dir, or remove the folder shards and begin again"
+        )
 
 
 def write_shard(folder: Path, number: int, trajectories: list[Trajectory]) -> None:

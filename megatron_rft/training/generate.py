@@ -20,6 +20,7 @@ from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
+from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference import weight_sync
@@ -32,6 +33,7 @@ from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import FINISHED, DataError
+from megatron_rft.utils.files import write_atomically
 
 
 def answers(sampler: GradedSampler, prompts: list[Prompt]) -> list[Trajectory]:
@@ -85,6 +87,8 @@ def run(recipe: Recipe) -> int:
             print(f"data.train: {count} rows left out ({reason})", flush=True)
     engines = EngineBuilder(recipe)
     path = model_folder(recipe.model.path)
+    inputs = {"model.path": model_fingerprint(path), "data.train": Stream(prompts).digest()}
+    store.check_inputs(folder, inputs)
     mine = [number for number in store.missing(folder, shards) if number % world == rank]
     with ExitStack() as stack:
         sampler = None
@@ -93,19 +97,19 @@ def run(recipe: Recipe) -> int:
             sampler = _sampler(engines, model, recipe.run.seed, recipe.reward, tokenizer, stack)
         for number in mine:
             graded = answers(sampler, prompts[number * size : (number + 1) * size])
+            write_atomically(folder / store.INPUTS, json.dumps(inputs))
             store.write_shard(folder, number, graded)
             right = sum(each.reward == 1 for each in graded)
             print(f"shard {number + 1} of {shards}: {len(graded)} responses, {right} of them right", flush=True)
     options = recipe.rollout
     facts = {
         "model": recipe.model.path,
-        "model_fingerprint": model_fingerprint(path),
+        "model_fingerprint": inputs["model.path"],
         "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
         "data": recipe.data.train.path,
         "problems": len(prompts),
         "responses_per_problem": options.group_size,
-        "temperature": options.temperature,
-        "max_response_tokens": options.max_response_tokens,
+        **options.model_dump(include={"temperature", "max_response_tokens"}),
         "stop_token_ids": list(build.stop_token_ids(options.stop, tokenizer)),
         "engine": engines.kind(hf_config),
         "images": recipe.data.image_field and recipe.data.model_dump(exclude_defaults=True),

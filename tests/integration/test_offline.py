@@ -111,6 +111,22 @@ def test_a_killed_generation_goes_on_and_one_worker_writes_what_two_do(folder, t
     assert status == 2 and "run.seed: 42 there, 7 now" in output
 
 
+def test_a_generation_does_not_go_on_with_other_data(folder, tmp_path):
+    """The shards that are there have the rows of the data as it was."""
+    for name in ("store", "model"):
+        shutil.copytree(folder / name, tmp_path / name)
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[1:]))
+    write(tmp_path, "generate", GENERATE, "train.jsonl", "store")
+    shutil.copy(tmp_path / "generate.yaml", tmp_path / "store/recipe.yaml")
+    (tmp_path / "store/shards/000005.parquet").unlink()
+    status, output = generate(tmp_path / "generate.yaml")
+    assert status == 2 and "data.train: it has changed since" in output, output[-3000:]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    status, output = generate(tmp_path / "generate.yaml")
+    assert status == 0 and "shard 1 of 8" not in output, output[-3000:]
+
+
 def test_killed_and_resumed_it_is_the_same_run(undisturbed, folder, tmp_path):
     out, rng, resumed = tmp_path / "run", random.Random(3), 0
     for step in (2, 7):
