@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         return work(str(folder), lambda: measure(args))
     check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward)
-    fetch_models(recipe.model, None)
+    fetch_models({"model.path": recipe.model.path}, recipe.model.tokenizer)
     print(check(recipe, world, per_node, starts=True), flush=True)
     make_folder(str(folder))
     command = [sys.executable, "-m", "megatron_rft", "diagnose", args.recipe, *args.overrides[:-1]]

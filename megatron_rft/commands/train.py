@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rft.config import Model, Recipe, RewardOptions
+from megatron_rft.config import Recipe, RewardOptions
 from megatron_rft.config.algorithms.base import Algorithm
-from megatron_rft.config.algorithms.online import Critic, Setting
+from megatron_rft.config.algorithms.online import Setting
 from megatron_rft.config.environment import Base, Python
 from megatron_rft.config.rewards import OwnOptions
 from megatron_rft.environments.worker import maker
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
-        if fetch_models(recipe.model, recipe.critic):
+        if fetch_models(recipe.models, recipe.model.tokenizer):
             plan = check(recipe, world_size, per_node, starts=True)  # again, with the model's configuration
     if leads:
         print(plan, flush=True)
@@ -86,12 +86,11 @@ def lock(folder: Path, leads: bool, is_rank: bool) -> contextlib.AbstractContext
     return contextlib.nullcontext()
 
 
-def fetch_models(model: Model, critic: Critic | None) -> bool:
-    """Download models from the hub before any rank starts. Returns whether any was missing."""
+def fetch_models(models: dict[str, str], tokenizer: str | None) -> bool:
+    """Download models (by option) from the hub before any rank starts. Returns whether any was missing."""
     from megatron_rft.data.hub import is_here, model_folder
 
-    named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "model.reference": model.reference}
-    named["critic.path"] = critic and critic.path
+    named = models | {"model.tokenizer": tokenizer}
     missing = {option: path for option, path in named.items() if path and not is_here(path)}
     for option, path in missing.items():
         print(f"{option}: downloading {path} from the Hugging Face hub", flush=True)

@@ -90,6 +90,14 @@ class Recipe(s.Section):
         return self.distil or (self.algorithm if isinstance(self.algorithm, Teaching) else None)
 
     @property
+    def models(self) -> dict[str, str]:
+        """The folders or hub names of the models that each start of a run reads, by option."""
+        model, critic, teachers = self.model, self.critic, self.teaching.teachers if self.teaching else {}
+        given = {"model.path": model.path, "model.reference": model.reference, "critic.path": critic and critic.path}
+        given |= {f"teacher {name}".strip(): path for name, path in teachers.items()}
+        return {option: path for option, path in given.items() if path}
+
+    @property
     def trains_while_sampling(self) -> bool:
         """Whether engines outside the ranks generate while the trainer works on earlier batches or on PIPO's
         verification."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rft.config import Model, Recipe
+from megatron_rft.config import Recipe
 from megatron_rft.conversion.folder import model_fingerprint
+from megatron_rft.conversion.lora import TENSORS
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
 from megatron_rft.evaluation.evaluate import unjudged
@@ -36,6 +37,7 @@ from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import ALARMS, Loads, Mean, MismatchBounds, NonFiniteGuard, Stragglers, due
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.device import return_free_pages
+from megatron_rft.utils.files import digest
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
 
@@ -87,7 +89,8 @@ class TrainingRun:
         self.evaluator = self.weights = None
         if recipe.trainer == "rl" or recipe.validates or recipe.data.test:
             self._build_engine(tokenizer, stack, given or {}, keeps_episodes)
-        self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
+        adapted = recipe.lora and recipe.lora.path
+        self.inputs = inputs(recipe.models, adapted, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
         self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
         self.best: BestModel | None = None
@@ -300,11 +303,12 @@ def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}/pass@1": summary["pass_at_1"], f"{prefix}/pass@1_se": summary["standard_error"]}
 
 
-def inputs(model: Model, stream: Stream) -> dict[str, str]:
+def inputs(models: dict[str, str], adapters: str | None, stream: Stream) -> dict[str, str]:
     """Digests of what every start of a run reads again, by option."""
-    paths = {"model.path": model.path, "model.reference": model.reference}
-    models = {name: model_fingerprint(model_folder(path)) for name, path in paths.items() if path}
-    return models | {"data.train": stream.digest()}
+    digests = {name: model_fingerprint(model_folder(path)) for name, path in models.items()}
+    if adapters:
+        digests["lora.path"] = digest(Path(adapters).expanduser() / TENSORS)["sha256"]
+    return digests | {"data.train": stream.digest()}
 
 
 def changed(saved: dict[str, str], now: dict[str, str], step: int) -> list[str]:
