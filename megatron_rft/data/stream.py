@@ -25,12 +25,9 @@ class Stream:
         return content.hexdigest()
 
     def next(self, count: int) -> list[Any]:
-        drawn = []
-        for place in range(self.position, self.position + count):
-            epoch, offset = divmod(place, len(self.items))
-            drawn.append(self.items[self._order(epoch)[offset]])
+        places = [divmod(place, len(self.items)) for place in range(self.position, self.position + count)]
         self.position += count
-        return drawn
+        return [self.items[self._order(epoch)[offset]] for epoch, offset in places]
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self.items)))

@@ -39,18 +39,16 @@ class ActorOptimizer:
         self.parts = self.megatron.chained_optimizers  # of dense parameters, and of experts
         self.clip_grad = config.clip_grad
         self.moments = {name: [_Moments() for _ in self.parts] for name in moments}
-        decay_steps = options.get("lr_decay_steps") or total_steps
-        warmup = options.get("lr_warmup_steps") or 0
+        warmup, steps = options.get("lr_warmup_steps") or 0, options.get("lr_decay_steps") or total_steps
+        rates = {"init_lr": 0.0, "max_lr": config.lr, "min_lr": config.min_lr or 0.0}
+        decay = {"start_wd": config.weight_decay, "end_wd": config.weight_decay}
         self.schedule = OptimizerParamScheduler(
             self.megatron,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr or 0.0,
+            **rates,
             lr_warmup_steps=warmup,
-            lr_decay_steps=max(decay_steps, warmup + 1),
+            lr_decay_steps=max(steps, warmup + 1),
             lr_decay_style=options.get("lr_decay_style") or "constant",
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
+            **decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
@@ -101,15 +99,14 @@ class ActorOptimizer:
         else:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("lr_mult", 1.0)
-        if self.clip_grad > 0:
-            for part in self.parts:
-                aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # has them in `decoupled_grad`
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, use_decoupled_grad=aware)
+        for part in self.parts if self.clip_grad > 0 else ():
+            if parameters := part.get_parameters():
+                # a precision-aware optimizer reads its gradients from `decoupled_grad`
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, decoupled)
         with self.using(moments):
             optimizer.step_with_ready_grads()
-        if learning_rate is not None:
-            self.schedule.step(0)  # restore the schedule's rate, for the log and the next step
+        self.schedule.step(0)  # restore the schedule's rate after another one, for the log and the next step
         return True, norm
 
     def grad_norm(self) -> float:

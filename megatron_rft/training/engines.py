@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,21 +149,16 @@ class EngineBuilder:
         count = self._count(spare)
         mine, driver, drivers = shares(count, rank, world)
         neighbours = engines_of_node(count, rank, world)
+        start = self._process if self.recipe.rollout.placement == "process" else self._local_server
         members = []
-        try:
+        with ExitStack() as started:  # closes those that run if another one fails
             for index in mine:
                 if self.recipe.rollout.servers:
                     members.append(self._given_server(hf_config, index))
-                    continue
-                environment = self._environment(neighbours.index(index), spare)
-                if self.recipe.rollout.placement == "process":
-                    members.append(self._process(hf_config, index, environment))
                 else:
-                    members.append(self._local_server(hf_config, index, environment))
-        except BaseException:
-            for member in members:
-                member.close()
-            raise
+                    members.append(start(hf_config, index, self._environment(neighbours.index(index), spare)))
+                started.callback(members[-1].close)
+            started.pop_all()
         pool = EnginePool(members, self.dtype, parallel.gather, (driver, drivers))
         if torch.cuda.is_available():
             pool.news += [f"{member.name} gets its weights by {member.transport}" for member in members]

@@ -183,10 +183,8 @@ class NonFiniteGuard(Observer):
         self.output_dir, self.bound, self.skipped = output_dir, bound, (0, 0)  # in a row, in all
 
     def trained(self, step: Trained) -> None:
-        if not step.metrics["skipped"]:
-            self.skipped = 0, self.skipped[1]
-            return
-        self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
+        in_a_row, in_all = self.skipped
+        self.skipped = (in_a_row + 1, in_all + 1) if step.metrics["skipped"] else (0, in_all)
         if self.skipped[0] > self.bound:
             self._fail(step.metrics, step.mini_batch, step.number)
 

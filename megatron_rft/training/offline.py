@@ -35,7 +35,7 @@ from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.megatron import model as models
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.balance import Costs
 from megatron_rft.megatron.two_distributions import Second
@@ -68,11 +68,10 @@ class Reference:
         self.compares = options.compares_distributions and not isinstance(options, Teaching)
         self.cached = self.compares and options.reference == "cached_hidden"
         self.logprobs_file = Path(run.output_dir) / LOGPROBS_FILE
+        reference = model.reference and model_fingerprint(model_folder(model.reference, "model.reference"))
         self.facts = {  # that determine the log-probs and hidden states
             "data": digest,
-            "model": model_fingerprint(model_folder(model.reference, "model.reference"))
-            if model.reference
-            else adapters.base_of(model, run.seed),
+            "model": reference or adapters.base_of(model, run.seed),
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
@@ -98,15 +97,10 @@ class Reference:
 
     def second(self, batch: Batch, other: SecondDistribution) -> Second:
         """The reference's distribution over the response tokens of `batch`."""
+        second, index = Second(batch, self.weights, other.extrapolation), batch.tokens["data_index"]
         if self.cache is None:
-            return Second(batch, self.weights, other.extrapolation)
-        index = batch.tokens["data_index"]
-        return Second(
-            batch,
-            extrapolation=other.extrapolation,
-            rows=lambda tokens: self.cache.rows(index[tokens]),
-            output_weight=self.output,
-        )
+            return second
+        return replace(second, rows=lambda tokens: self.cache.rows(index[tokens]), output_weight=self.output)
 
     def _logprobs(self, data: Batch) -> Tensor:
         with self.actor.use_weights(self.weights):
@@ -136,10 +130,8 @@ class Reference:
         """[padded V / tp, H] this rank's rows of the output matrix."""
         hf_config, given = self.actor.hf_config, self.model.reference
         (name,) = self.actor.mapping.hf_names("output_layer.weight")
-        if given is None:
-            whole = build.start_weights(self.model, self.seed, hf_config)(name)
-        else:
-            whole = weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)
+        model = self.model.model_copy(update={"path": given, "initialise": "pretrained"}) if given else self.model
+        whole = build.start_weights(model, self.seed, hf_config)(name)
         part = shard("output_layer.weight", whole.to(self.dtype), parallel.tp_size(), parallel.tp_rank())
         if not parallel.is_last_stage():
             return part
@@ -172,10 +164,10 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs, evaluation.patience or a signal. Returns the exit status."""
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
-    path = recipe.data.train.path
+    path, teaching = recipe.data.train.path, recipe.teaching
     stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
     shown = shown_again(stored, path, tokenizer)
-    check_images(recipe.teaching if shown else None, build.tokenizer_folder(recipe.model))
+    check_images(teaching if shown else None, build.tokenizer_folder(recipe.model))
     held_out = [replace(p, images=shown[p.index].images) if p.index in shown else p for p in stored.held_out]
     own = {} if recipe.data.validation else {"validation": held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
@@ -191,12 +183,9 @@ def train(recipe: Recipe) -> int:
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
     size = size // 2 if options.pairs else size
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
-    of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
+    of_row = by_row(teaching, recipe.data.teacher_field, stored.fields.items())
     actor = build.Networks(hf_config, recipe).actor(steps, recipe.rollout.temperature)
-    if recipe.teaching:
-        given = Teachers(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision)
-    else:
-        given = reference
+    given = Teachers(teaching, of_row, actor, recipe.megatron, recipe.model.precision) if teaching else reference
     models = Models(actor, objective.needs, given=given, norms_every=options.part_norms_every)
     if shown:
         models.see(PromptImages(list(shown.values()), Path(path) / ALBUM))

@@ -227,15 +227,13 @@ class TrainingRun:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics, if this step has an evaluation."""
-        return self._validate(step) if self.evaluation_due(step) else {}
-
-    def _validate(self, step: int) -> dict[str, float]:
+        if not self.evaluation_due(step):
+            return {}
         with self.phases("evaluation"):
             summary = self._evaluated("validation", step)
         if self.best:
             self.best.judge(summary["pass_at_1"], step)
-            if self.best.exhausted:
-                self.total_steps = step  # end_of_step writes the last checkpoint
+            self.total_steps = step if self.best.exhausted else self.total_steps  # the last: it has a checkpoint
         return accuracy("evaluation", summary)
 
     def end_of_step(
