@@ -106,8 +106,25 @@ def _waiting(wait: Callable) -> Callable:
     return call
 
 
+@functools.cache
+def share_devices() -> None:
+    """Let gloo's groups use the devices of this process's first one: a device has a thread that wakes up every 10 ms,
+    and megatron-core creates twenty groups."""
+    create = dist.ProcessGroupGloo.__init__
+
+    def init(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        if devices := _host.get("devices"):
+            options = self._Options()
+            options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
+            return create(self, store, rank, size, options)
+        create(self, store, rank, size, timeout=timeout)
+        _host["devices"] = self.options._devices
+
+    dist.ProcessGroupGloo.__init__ = init
+
+
 PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host in gloo's group, each with its own limit
-_host: dict[str, Any] = {}  # the group, and the limits of the phases
+_host: dict[str, Any] = {}  # the group, the limits of the phases, and gloo's devices
 _set_here: list[str] = []  # environment variables of a process that no launcher started
 
 
@@ -166,6 +183,7 @@ def _connect(faults: Faults) -> None:
     elif several := os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         name_for_gloo(os.environ.get("MASTER_ADDR", ""))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    share_devices()
     try:
         own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
         if not alone and not own and "MASTER_PORT" in os.environ:
@@ -220,7 +238,7 @@ def _set_single_rank_environment() -> None:
 def host_group(phase: str) -> dist.ProcessGroup:
     """Return the gloo group of all ranks, for waits longer than a step. Its next collectives have the limit of `phase`,
     one of PHASES. Only the main thread may use it. Where a caller connected the ranks, it is that group."""
-    if not _host:
+    if "group" not in _host:
         return dist.group.WORLD
     dist.distributed_c10d._set_pg_timeout(_host["limits"][phase], _host["group"])
     return _host["group"]
