@@ -4,6 +4,7 @@ A run is a process of its own, so that a notebook keeps its memory and its signa
 RUN/metrics.jsonl, its output through a pipe.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -11,16 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
-from megatron_rft.config import Recipe, load
+from megatron_rft.config import Recipe, dump, load
+from megatron_rft.config.messages import argument
+from megatron_rft.config.sections import Count
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.utils.end_with_parent import die_with
-from megatron_rft.utils.errors import FINISHED, STOPPED, USER_ERROR, RunFailed, UserError
+from megatron_rft.utils.errors import FINISHED, STOPPED, USER_ERROR, ConfigError, DataError, RunFailed, UserError
 
 if TYPE_CHECKING:
     from megatron_rft.conversion.convert import Conversion
@@ -43,13 +45,13 @@ def train(
         **sections: as for `load`.
         nproc: ranks on this machine. None: one, without a launcher.
         callbacks: each is called with the step, from 0 (the first evaluation) on, and its metrics by name
-            (docs/metrics.md), in this process. The run ends after a checkpoint if one returns True.
+            (docs/metrics.md), in this process. The run ends after a checkpoint if one returns True or raises.
 
     Returns:
         The run's metrics, samples and alarms, as `runs.read(folder)` does.
 
     Raises:
-        ConfigError, DataError: what `megatron-rft train` refuses with status 2.
+        UserError: what `megatron-rft train` refuses with status 2, such as a ConfigError or a DataError.
         RunFailed: the run failed; the message says why.
         KeyboardInterrupt: Ctrl-C, after the checkpoint. The same call continues from there.
     """
@@ -106,25 +108,35 @@ def grade(
         A `Score` for each: reward, reason, and `error` if the grader failed.
 
     Raises:
-        ConfigError: an option of the reward is wrong.
-        UserError: there are not as many rows as responses.
+        ConfigError: an argument or an option of the reward is wrong.
+        DataError: a row cannot be used, or there are not as many rows as responses.
+        RunFailed: a reward is NaN or infinite.
     """
     from megatron_rft.rewards import registry
+    from megatron_rft.rewards.base import check_finite
 
+    responses = argument("responses", list[str], responses if isinstance(responses, str) else list(responses))
     if len(rows) != len(responses):
-        raise UserError(f"{len(rows)} rows, but {len(responses)} responses: each row has one response")
-    section = {"kind": "own", "function": reward} if callable(reward) else reward
-    grader = registry.build(load(PROBE, reward=section).reward)
-    texts = [str(row.get("question", "")) for row in rows]
-    answers = [str(row.get("answer", "")) for row in rows]
-    prompts = [
-        Prompt(number, (), text, answer, dict(row), question=text)
-        for number, (row, text, answer) in enumerate(zip(rows, texts, answers, strict=True))
-    ]
+        raise DataError(f"{len(rows)} rows, but {len(responses)} responses: each row has one response")
+    section = {"kind": "own", "function": reward} if callable(reward) else argument("reward", dict[str, Any], reward)
+    prompts = [_problem(number, row) for number, row in enumerate(rows)]
+    with closing(registry.build(load(PROBE, reward=section).reward)) as grader:
+        scores = grader(prompts, responses)
+    for prompt, score, text in zip(prompts, scores, responses, strict=True):
+        check_finite(score, "grade", prompt, 0, text)
+    return scores
+
+
+def _problem(number: int, row: Any) -> Prompt:
+    from megatron_rft.data.prompts import reference_answer
+
+    if not isinstance(row, Mapping):
+        raise DataError(f"rows[{number}]: a row has named fields, such as question and answer, and is not {row!r:.60}")
     try:
-        return grader(prompts, list(responses))
-    finally:
-        grader.close()
+        question, answer = str(row.get("question", "")), reference_answer(row.get("answer"))
+    except ValueError as error:
+        raise DataError(f"rows[{number}]: the field 'answer' {error}") from None
+    return Prompt(number, (), question, answer, dict(row), question=question)
 
 
 def convert(
@@ -147,6 +159,7 @@ def convert(
     """
     from megatron_rft.commands import convert as command
 
+    to = argument("to", Literal["hf", "megatron", "peft"] | None, to)
     return command.convert(str(source), Path(out), to, None if like is None else str(like))
 
 
@@ -159,10 +172,14 @@ def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Sequence[Ca
     from megatron_rft.plan import check
 
     train.check_command(recipe.trainer, command)
-    check(recipe, nproc or 1, starts=True)
+    check(recipe, argument("nproc", Count | None, nproc) or 1, starts=True)
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise ConfigError(f"callbacks: {callbacks!r:.80} is not a list of functions of step and metrics")
+    if callbacks and recipe.tracking.progress == "none":
+        raise ConfigError("tracking.progress: none, but callbacks follow the lines of the steps: leave it out")
     folder = Path(recipe.run.output_dir)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="megatron-rft-") as file:
-        yaml.safe_dump(recipe.model_dump(exclude_unset=True), file, sort_keys=False)
+        file.write(dump(recipe, given=True))
         file.flush()
         words = [command, file.name, *(["--nproc", str(nproc)] if nproc else [])]
         process = subprocess.Popen(
@@ -186,7 +203,7 @@ def _followed(process: subprocess.Popen, folder: Path, callbacks: Sequence[Callb
     """Show a run's output and call the callbacks until it ends. Returns its error."""
     from megatron_rft.tracking.progress import StepBar
 
-    bar, steps, error, interrupted = StepBar(), _Steps(folder, callbacks), "", False
+    bar, steps, error, raised = StepBar(), _Steps(folder, callbacks), "", None
     while True:
         try:
             for line in process.stdout:
@@ -196,12 +213,14 @@ def _followed(process: subprocess.Popen, folder: Path, callbacks: Sequence[Callb
             process.wait()
             steps.report()
             break
-        except KeyboardInterrupt:
-            process.kill() if interrupted else process.terminate()
-            interrupted = True
+        except BaseException as reason:  # Ctrl-C, or a callback's own
+            process.kill() if raised else process.terminate()
+            raised = raised or reason
+            if not isinstance(reason, KeyboardInterrupt):
+                steps.callbacks = ()
     bar.close()
-    if interrupted:
-        raise KeyboardInterrupt
+    if raised:
+        raise raised
     return error.strip()
 
 
@@ -219,6 +238,7 @@ class _Steps:
         for record in read_metrics(file) if self.callbacks and file.is_file() else ():
             if record["time"] > self.since:
                 self.since = record["time"]
-                metrics = {name: value for name, value in record.items() if name not in ("step", "time")}
+                metrics = {name: math.nan if value is None else value for name, value in record.items()}
+                del metrics["step"], metrics["time"]
                 stop |= any([callback(record["step"], metrics) is True for callback in self.callbacks])
         return stop

@@ -69,7 +69,7 @@ class Tools(Base, kind="tools"):
     The chat template shows them to the policy, and its calls run them."""
 
     def _check(self):
-        names = [each.rpartition(":")[2] for each in self.functions]
+        names = [each.rpartition(":")[2].partition("@")[0] for each in self.functions]
         for name in names:
             if names.count(name) > 1:
                 raise at("functions", f"two functions are called {name!r}, and the policy calls them by their names")

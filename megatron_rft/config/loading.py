@@ -53,9 +53,16 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(problem=first_line(error), problem_mark=node.start_mark) from None
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text, such as the name 1e-6, that `_Loader` would read as a number."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def load(path: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Recipe:
@@ -71,6 +78,8 @@ def load(path: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str]
         ConfigError: one line per problem, with its file and option.
     """
     path = path.model_dump(exclude_unset=True) if isinstance(path, Recipe) else path
+    if not isinstance(path, str | Path | Mapping):
+        raise ConfigError(f"recipe: {path!r:.80} is neither a file's path, nor options by section, nor a loaded recipe")
     layers = [(CALL, _plain(path))] if isinstance(path, Mapping) else _files(Path(path), [])
     layers += [(COMMAND_LINE, parse_override(text)) for text in overrides] + [(CALL, _plain(sections))]
     merged: dict = {}
@@ -119,7 +128,11 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return user_code.here(value) if callable(value) else str(value) if isinstance(value, Path) else value
+    if callable(value):
+        return user_code.here(value)
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return value.tolist()
+    return str(value) if isinstance(value, Path) else value
 
 
 def load_saved(path: Path) -> Recipe:
@@ -128,9 +141,10 @@ def load_saved(path: Path) -> Recipe:
     return _validated(content, [(str(path), content)])
 
 
-def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML with every option. `load` of it gives an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+def dump(recipe: Recipe, given: bool = False) -> str:
+    """The resolved recipe as YAML with every option, or the `given` ones. `load` of it gives an equal recipe."""
+    content = recipe.model_dump(exclude_unset=given)
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _parsed(text: str, name: str, fix: str = "") -> Any:

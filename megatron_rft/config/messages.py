@@ -3,10 +3,12 @@
 import string
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from megatron_rft.utils.errors import did_you_mean
+from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 Place = tuple[str, ...]
 
@@ -28,6 +30,16 @@ BOUNDS = {
     "less_than": ("below", "lt"),
     "less_than_equal": ("at most", "le"),
 }
+
+
+def argument(name: str, kind: Any, value: Any) -> Any:
+    """A function's argument, if it is a `kind`, the type of an option. Raises ConfigError."""
+    try:
+        return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = "".join(f"[{part!r}]" for part in detail["loc"])
+        raise ConfigError(f"{name}{place}: {explain(detail, (name,), ())[1]}") from None
 
 
 def at(key: str, problem: str) -> PydanticCustomError:

@@ -30,7 +30,7 @@ class ToolEnvironment(Environment):
     @staticmethod
     def shared(functions: list[str]) -> dict[str, Any]:
         """The arguments of each environment, made once for the process."""
-        return {"functions": {name.rpartition(":")[2]: user_code.load(name, OPTION) for name in functions}}
+        return {"functions": {tool.__name__: tool for tool in (user_code.load(name, OPTION) for name in functions)}}
 
     def step(self, text: str) -> Turn:
         try:

@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_rft.config import Recipe, load
+from megatron_rft.config.messages import argument
+from megatron_rft.config.sections import Count, Positive
 from megatron_rft.plan.checks import Plan, check, check_store_is_there, check_writable, make_folder
 
 
@@ -25,6 +27,7 @@ def plan(
         ConfigError: an option is wrong, or the run does not fit, with the arithmetic and the fix.
         DataError: a file that the recipe names is missing.
     """
+    nproc, gpu_gib = argument("nproc", Count, nproc), argument("gpu_gib", Positive | None, gpu_gib)
     return check(load(recipe, **sections), nproc, gpu_gib=gpu_gib)
 
 

@@ -71,7 +71,7 @@ def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
         if paths.count(path) > 1:
             raise UserError(f"{path} is given twice")
     for folder in folders:
-        run = read(Path(folder))
+        run = read(folder)
         if run.records:
             runs.append(run)
         else:
@@ -84,8 +84,9 @@ def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
     return runs, notices
 
 
-def read(folder: Path) -> RecordedRun:
+def read(folder: str | Path) -> RecordedRun:
     """Read the run in a folder. Raises UserError if there is none."""
+    folder = Path(folder)
     if not (folder / METRICS_FILE).is_file():
         raise UserError(_no_run(folder))
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.utils.errors import CodeError, ConfigError
-from megatron_rft.utils.user_code import broken, defined
+from megatron_rft.utils.user_code import broken, defined, name_of
 
 OPTION = "reward.function"
 LISTS = ("lists", "trl", "trl_chat")  # take all responses to a problem; the others take one
@@ -86,5 +86,5 @@ def _of_trl(function: Callable[..., Any], prompts: list[Prompt], texts: list[str
         signature.bind(**given)
     except TypeError as error:
         columns = ", ".join(prompts[0].fields)
-        raise CodeError(f"{function.__name__} ({defined(function)}): {error}; the rows have {columns}") from None
+        raise CodeError(f"{name_of(function)} ({defined(function)}): {error}; the rows have {columns}") from None
     return given

@@ -5,6 +5,7 @@ package may give functions and classes themselves: `here` stores them where the 
 """
 
 import atexit
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -31,7 +32,8 @@ STDLIB, LIBRARY = sysconfig.get_path("stdlib"), "site-packages"
 
 
 def here(code: Any) -> str:
-    """Store a function or a class of this session for the processes of its runs. Returns its name in recipes.
+    """Store a function or a class of this session for the processes of its runs. Returns its name in recipes, with a
+    digest: a recipe keeps its own of several functions of one name.
 
     Raises:
         ConfigError: it holds what another process cannot have, such as a lock or an open file.
@@ -41,14 +43,21 @@ def here(code: Any) -> str:
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="megatron-rft-session-")
         atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
-    name = code.__name__.strip("<>")
+    name = name_of(code).strip("<>")
     try:
-        Path(os.environ[FOLDER], name).write_bytes(cloudpickle.dumps(code))
+        content = cloudpickle.dumps(code)
+        stored = f"{name}@{hashlib.sha256(content).hexdigest()[:8]}"
+        Path(os.environ[FOLDER], stored).write_bytes(content)
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be sent to the processes of a run ({first_line(error)}): {in_a_file(name)}"
         ) from None
-    return SESSION + name
+    return SESSION + stored
+
+
+def name_of(code: Any) -> str:
+    """Of a function, a class, or an object that can be called."""
+    return getattr(code, "__name__", type(code).__name__)
 
 
 def in_a_file(name: str) -> str:
@@ -57,9 +66,10 @@ def in_a_file(name: str) -> str:
 
 def _stored(named: str, option: str) -> Any:
     """What `here` has stored."""
-    name = named.removeprefix(SESSION)
+    stored = named.removeprefix(SESSION)
+    name = stored.partition("@")[0]
     try:
-        return pickle.loads(Path(os.environ.get(FOLDER, "-"), name).read_bytes())
+        return pickle.loads(Path(os.environ.get(FOLDER, "-"), stored).read_bytes())
     except OSError:
         raise ConfigError(
             f"{option}: {name} is of a Python session that has ended: give it again, or {in_a_file(name)}"
@@ -107,12 +117,12 @@ def place(error: BaseException) -> str:
 def defined(function: Callable[..., Any]) -> str:
     """Where a function is defined, for messages."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}" if code else repr(function)
+    return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}" if code else f"{function!r:.80}"
 
 
 def broken(function: Callable[..., Any], value: Any, fix: str) -> CodeError:
     """The error of a function or a method that returned `value`."""
-    return CodeError(f"{function.__name__} ({defined(function)}) returned {value!r:.80}: {fix}")
+    return CodeError(f"{name_of(function)} ({defined(function)}) returned {value!r:.80}: {fix}")
 
 
 def source(named: str) -> Path | None:

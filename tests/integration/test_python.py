@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megatron_rft as rft
 from megatron_rft.utils import user_code
-from megatron_rft.utils.errors import ConfigError, RunFailed, UserError
+from megatron_rft.utils.errors import CodeError, ConfigError, DataError, RunFailed, UserError
 from tests.integration.tiny import ROOT, write_recipe
 
 
@@ -53,6 +55,59 @@ def test_code_of_this_session_and_an_early_end(tmp_path, monkeypatch):
         rft.train(recipe, run={"output_dir": str(tmp_path / "b")}, reward={"kind": "own", "function": broken})
 
 
+def test_functions_of_one_name_stay_apart(tmp_path):
+    def times(factor):
+        def reward(prompt, text: str) -> float:
+            return factor * float(text == prompt.answer)
+
+        return {"kind": "own", "function": reward, "maximum": 2.0}
+
+    recipe = write_recipe(tmp_path, run={"steps": 1})
+    once, twice = (rft.load(recipe, reward=times(factor), run={"name": "1e-6"}) for factor in (1, 2))
+    assert rft.train(once).name == "1e-6"
+    other = rft.train(twice, run={"output_dir": str(tmp_path / "other")})
+    rewards = [run.of("reward/mean")[1][-1] for run in (rft.runs.read(str(tmp_path / "run")), other)]
+    assert rewards[1] == 2 * rewards[0] > 0
+    assert rft.train(twice, run={"steps": 2}).steps == 2  # resumes with code of the same name, as of another session
+    parts = [{"name": name, **times(factor)} for name, factor in (("a", 1), ("b", 2))]
+    (score,) = rft.grade([{"answer": "2"}], ["2"], {"kind": "sum", "parts": parts})
+    assert score.reward == 3
+
+
+def test_a_callback_that_raises_ends_the_run(tmp_path):
+    recipe, steps = write_recipe(tmp_path, run={"steps": 100000}), []
+
+    def callback(step, metrics):
+        steps.append(step)
+        if step == 2:
+            raise OSError("no such dashboard")
+
+    with pytest.raises(OSError, match="no such dashboard"):
+        rft.train(recipe, callbacks=[callback])
+    assert steps == [0, 1, 2] and sorted((tmp_path / "run/checkpoints").glob("step_*"))
+    assert rft.train(recipe, callbacks=[lambda step, _: True]).steps > 2  # nothing holds the folder
+
+
+def test_arguments_of_a_wrong_type_are_refused(tmp_path):
+    recipe = write_recipe(tmp_path)
+    for nproc, problem in ((0, "0 is not at least 1"), ("2", "'2' is not a whole number"), (2.5, "2.5 is not a whole")):
+        for function in (rft.train, rft.plan):
+            with pytest.raises(ConfigError, match=f"nproc: {problem}"):
+                function(recipe, nproc=nproc)
+    with pytest.raises(ConfigError, match="gpu_gib: 0 is not above 0"):
+        rft.plan(recipe, gpu_gib=0)
+    with pytest.raises(ConfigError, match="callbacks: .* is not a list of functions of step and metrics"):
+        rft.train(recipe, callbacks=right)
+    with pytest.raises(ConfigError, match="tracking.progress: none, but callbacks follow the lines of the steps"):
+        rft.train(recipe, callbacks=[right], tracking={"progress": "none"})
+    with pytest.raises(ConfigError, match="recipe: 3 is neither a file's path, nor options by section"):
+        rft.load(3)
+    with pytest.raises(ConfigError, match="to: 'gguf' is not one of hf, megatron, peft"):
+        rft.convert(tmp_path / "model", tmp_path / "out", to="gguf")
+    assert rft.load(recipe, rollout={"group_size": np.int64(4)}).rollout.group_size == 4
+    assert not (tmp_path / "run").exists()
+
+
 def test_refusals_are_those_of_the_command_line(tmp_path):
     recipe = write_recipe(tmp_path)
     with pytest.raises(ConfigError, match=r"the call: rollout.grup_size: .* Did you mean 'group_size'"):
@@ -81,6 +136,20 @@ def test_grade():
     scores = rft.grade(rows, [r"\boxed{2}", r"\boxed{4}"], {"kind": "math"})
     assert [score.reward for score in scores] == [1.0, 0.0]
     assert [score.reward for score in rft.grade(rows, ["2", "2"], right)] == [1.0, 0.0]
+    assert [score.reward for score in rft.grade([{"answer": "so\n#### 18"}], [r"\boxed{18}"], {"kind": "math"})] == [
+        1.0
+    ]
+    for wrong, problem in (([{"answer": {}}], "'answer' is an object"), (["2"], "a row has named fields")):
+        with pytest.raises(DataError, match=rf"rows\[0\]: .*{problem}"):
+            rft.grade(wrong, ["2"], right)
+    with pytest.raises(ConfigError, match=r"responses\[1\]: null is not text"):
+        rft.grade(rows, ["2", None], right)
+    with pytest.raises(ConfigError, match="reward: null is not a section of options"):
+        rft.grade(rows, ["2", "2"], None)
+    with pytest.raises(RunFailed, match="the reward is nan on response 0 to problem 0"):
+        rft.grade(rows, ["2", "2"], lambda prompt, text: float("nan"))
+    with pytest.raises(CodeError, match="partial .*returned 'good': return a number or a Score"):
+        rft.grade(rows, ["2", "2"], partial(lambda word, prompt, text: word, "good"))
     with pytest.raises(UserError, match="2 rows, but 1 responses"):
         rft.grade(rows, ["2"], right)
     with pytest.raises(ConfigError, match="reward.kind"):
