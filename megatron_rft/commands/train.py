@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     check_command(recipe.trainer, args.command)
     world_size, per_node, node = launcher.check_environment(args.nproc)
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
+    if getattr(args, "device", None) and not searching:
+        raise ConfigError("--device: only --search estimates the time on a device: add it, or leave --device out")
     starts = args.command != "plan"
     gpu_gib = getattr(args, "gpu_gib", None)
     plan = check(recipe, world_size, per_node, gpu_gib=gpu_gib, must_fit=not searching, starts=starts)
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if leads:
         print(plan, flush=True)
     if searching:
-        print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device).table()), flush=True)
+        print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device or "h100").table()), flush=True)
     check_writable(recipe.run.output_dir)
     if args.dry_run:
         return FINISHED

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.messages import at, check_braces, hint
-from megatron_rft.config.sections import Count, Natural, NonNegative, Section
+from megatron_rft.config.sections import Count, FilePath, Natural, NonNegative, Section
 
 TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
 TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue"}  # by reward.kind
@@ -65,7 +65,7 @@ class DynamicOptions(Constraint, kind="dynamic"):
     """Refine this share of the responses, chosen by run.seed."""
     first: Count | None = None
     """Refine at most this many responses of a group, the first that can be improved. None: all."""
-    template: str | None = None
+    template: FilePath | None = None
     """The refiner's prompt: code, dialogue, mathematics, or a file with {question}, {response} and optionally {reward}
     in braces. None: by reward.kind."""
     temperature: NonNegative = 0.0
@@ -110,7 +110,7 @@ def named_templates() -> list[str]:
 def read_template(name: str) -> str:
     """The text of a named template or of a file, without its last line break."""
     names = named_templates()
-    path = TEMPLATES / f"{name}.txt" if name in names else Path(name).expanduser()
+    path = TEMPLATES / f"{name}.txt" if name in names else Path(name)
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_rft.config.messages import at
-from megatron_rft.config.sections import Count, Positive, Section, Share
+from megatron_rft.config.sections import Count, FilePath, Positive, Section, Share
 
 TARGETS = {  # Hugging Face's modules
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -52,7 +52,7 @@ class Lora(Section):
     """Multiply by alpha / sqrt(rank) instead, so that a larger rank does not learn more slowly."""
     dropout: Share = 0.0
     """Share of the adapter's inputs that are zero in training. Log-probs before the step are computed without it."""
-    path: str | None = None
+    path: FilePath | None = None
     """A folder in PEFT's format to start from: adapters of this model with the same options. None: A is random and B
     zero, so that training starts from the model itself."""
 

@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rft.config.sections import Positive, Section, ShareOrAll
+from megatron_rft.config.sections import FilePath, Positive, Section, ShareOrAll
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 class Teaching(Section):
-    teacher: str | Annotated[dict[str, str], Field(min_length=1)]
+    teacher: FilePath | Annotated[dict[str, FilePath], Field(min_length=1)]
     """Folder or hub name of the teacher: any size and family, with the model's tokenizer. Or several by name, such as
     {code: path/a, text: path/b}: data.teacher_field says which one a row has."""
     divergence: Divergence = "reverse_kl"

@@ -9,7 +9,7 @@ from pydantic import Field, model_serializer
 
 from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.one_of import OneOf
-from megatron_rft.config.sections import Count, Positive, Section
+from megatron_rft.config.sections import Count, FilePath, Positive, Section
 
 OF_A_PART = ("weight", "shaping", "name")
 SECTIONS: dict[str, type["RewardOptions"]] = {}  # by `reward.kind`; filled from REWARDS
@@ -112,7 +112,7 @@ class FormatOptions(RewardOptions, kind="format"):
 class JudgeOptions(RewardOptions, kind="model"):
     """A sequence-classification checkpoint scores the response."""
 
-    model: str
+    model: FilePath
     """Folder or hub name of the checkpoint."""
     template: str = "{prompt}{response}"
     """The text that is scored."""

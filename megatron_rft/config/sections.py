@@ -6,28 +6,42 @@ and `optimizer` have megatron-core's names; other fields of its configuration cl
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_rft.config import datasets, passthrough
 from megatron_rft.config.engines import ENGINES
-from megatron_rft.config.messages import at, hint
+from megatron_rft.config.messages import at, hint, shown
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+MOST = 2**63 - 1  # more is no seed for torch
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 # YAML reads off as false
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
+NAME_BYTES = 255  # of a file
 MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each response token
 
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+
+
+def _path(text: str) -> str:
+    if variable := re.search(r"\$(\w+|{.*?})", text):
+        raise ValueError(f"{shown(text)}: {variable[0]} is not replaced in a recipe: write the path itself")
+    if not text or "\0" in text or max(map(len, text.encode().split(b"/"))) > NAME_BYTES:
+        raise ValueError(f"{shown(text)} cannot be the name of a file or a folder")
+    return os.path.expanduser(text)
+
+
+FilePath = Annotated[str, AfterValidator(_path)]  # ~ is replaced
 
 
 class SectionType(type(BaseModel)):
@@ -75,7 +89,7 @@ class Section(BaseModel, metaclass=SectionType):
 
 
 class Run(Section):
-    output_dir: str
+    output_dir: FilePath
     """Folder of everything the run writes: metrics, checkpoints, the exported model."""
     name: str | None = None
     """The run's name in displays and trackers. None: the output folder's name."""
@@ -93,16 +107,16 @@ class Run(Section):
 
 
 class Model(Section):
-    path: str
+    path: FilePath
     """Folder in Hugging Face format, or a name on its hub."""
-    tokenizer: str | None = None
+    tokenizer: FilePath | None = None
     """Folder or hub name of the tokenizer. None: `path`."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
     """Precision of the model's arithmetic; fp8 is bf16 with fp8 matrix products. The optimizer's parameters are always
     fp32."""
     initialise: Literal["pretrained", "random"] = "pretrained"
     """random: read only the architecture from `path` and draw the weights from run.seed."""
-    reference: str | None = None
+    reference: FilePath | None = None
     """The frozen reference model of KL terms. None: the weights that training starts from."""
     vision: Literal["frozen", "trained"] = "frozen"
     """Of a model that reads images: whether its vision tower is trained."""
@@ -222,7 +236,7 @@ def _check_template(template: str | None) -> None:
 class Source(Section):
     """One data set. A recipe may give only its path: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
 
-    path: str
+    path: FilePath
     """A .parquet, .arrow, .jsonl, .json, .csv or .txt file; a folder of such files; `hub:organisation/name` or
     `hub:organisation/name@revision` on the Hugging Face hub; the name of an adapter, for its data set on the hub; or a
     function `my_file.py:name` of (split, limit), which returns rows, the same at each call."""

@@ -183,7 +183,7 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
     model = recipe.model
     folder = model_shape.find_model(model.path)
     shape = model_shape.read_shape(folder) if folder else None
-    on_hub = not Path(model.path).expanduser().is_dir()
+    on_hub = not Path(model.path).is_dir()
     if folder and model.initialise == "pretrained" and not on_hub and not any(folder.glob("*.safetensors")):
         raise DataError(f"model.path: {folder} has no *.safetensors. For new weights: model.initialise=random")
     for judge in recipe.reward.judges():
@@ -229,7 +229,7 @@ def check_files(recipe: Recipe) -> list[str]:
 
 def _check_store(path: str) -> str:
     """Checks that a trajectory store is complete or absent; a partial one is refused."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if (folder / "index.json").is_file():
         return f"data.train: the trajectories in {path}"
     if folder.exists():
@@ -242,13 +242,13 @@ def _check_store(path: str) -> str:
 
 def check_store_is_there(recipe: Recipe) -> None:
     """Checks that the store exists when an offline run starts; a plan may precede the generation of its store."""
-    if recipe.trainer == "offline" and not (Path(recipe.data.train.path).expanduser() / "index.json").is_file():
+    if recipe.trainer == "offline" and not (Path(recipe.data.train.path) / "index.json").is_file():
         raise DataError(f"data.train: {recipe.data.train.path}, {NO_STORE}")
 
 
 def _check_path(option: str, path: str) -> None:
     code = CODE.fullmatch(path)
-    place = Path(code["file"] if code else path).expanduser()
+    place = Path(code["file"] if code else path)
     if place.is_dir():
         if not any(suffix_of(file.name) for file in place.rglob("*")):
             raise DataError(f"{option}: the folder {path} has no {READ} file")

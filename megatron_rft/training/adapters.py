@@ -30,7 +30,7 @@ def read_start(options: Lora, model: Model, seed: int, hf_config: Any) -> lora.L
         DataError: they are of another model, or others than `options` says.
     """
     try:
-        return lora.read(Path(options.path).expanduser(), options, hf_config, base_of(model, seed))
+        return lora.read(Path(options.path), options, hf_config, base_of(model, seed))
     except DataError as error:
         raise DataError(f"lora.path: {error}") from None
 

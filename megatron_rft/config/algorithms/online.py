@@ -17,7 +17,7 @@ from megatron_rft.config.algorithms.base import (
 )
 from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.plugins import Teaching
-from megatron_rft.config.sections import Count, Natural, NonNegative, Positive, Section, Share, ShareOrAll
+from megatron_rft.config.sections import Count, FilePath, Natural, NonNegative, Positive, Section, Share, ShareOrAll
 from megatron_rft.utils.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class Critic(Section):
     """PPO's value model: the policy's architecture with a value head. The other options of `optimizer`, and `megatron`
     and `batching`, apply to both."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """Folder or hub name of the initial weights. None: the policy's."""
     lr: Positive
     """Learning rate after the warmup."""

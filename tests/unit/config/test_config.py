@@ -179,6 +179,12 @@ class TestLoading:
             "the override 'run={steps: 1, steps: 2}' is not valid YAML (line 1: 'steps' is giv",
         ),
         ("run.name=\udcff", "is not UTF-8 text"),
+        ("run.seed=99999999999999999999", "run.seed: 99999999999999999999 is not at most 9223372036854775807"),
+        ("run.output_dir=$HOME/run", "run.output_dir: '$HOME/run': $HOME is not replaced in a recipe"),
+        ("model.path=${oc.env:HOME}/m", "model.path: '${oc.env:HOME}/m': ${oc.env:HOME} is not replaced in a recipe"),
+        ("data.train=''", "data.train.path: '' cannot be the name of a file or a folder"),
+        ("run.output_dir=runs/" + "a" * 256, "... cannot be the name of a file or a folder"),
+        ('run.output_dir="a\\0b"', "run.output_dir: 'a\\x00b' cannot be the name of a file or a folder"),
     ],
 )
 def test_a_refusal_names_option_value_and_fix(recipe, override, words):
@@ -443,6 +449,14 @@ def test_data_errors_are_user_errors():
 )
 def test_an_option_of_another_trainer_or_kind_is_named_with_it(recipe, overrides, words):
     assert words in refusal(recipe, *overrides)
+
+
+def test_a_home_folder_is_replaced_in_all_paths(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    changes = ["run.output_dir=~/run", "model.path=~/m", "data.test=~/rows.jsonl", "model.tokenizer=~/t"]
+    home = load(recipe, changes)
+    paths = (home.run.output_dir, home.model.path, home.data.test.path, home.model.tokenizer)
+    assert paths == ("/home/me/run", "/home/me/m", "/home/me/rows.jsonl", "/home/me/t")
 
 
 def test_what_a_run_wrote_is_read(recipe, tmp_path):

@@ -54,3 +54,5 @@ def test_the_memory_must_be_given(plan):
     assert status == 2 and "--search needs --gpu-gib" in error
     status, _, error = plan("--gpus", "16", "--search", "--gpu-gib", "80", "--device", "h200x")
     assert status == 2 and "no device 'h200x'" in error
+    status, _, error = plan("--gpus", "16", "--device", "a100")
+    assert status == 2 and "--device: only --search estimates the time on a device" in error
