@@ -14,9 +14,11 @@ from typing import Any
 from megatron_rft.responses import Prompt, Score, number
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils import user_code
+from megatron_rft.utils.errors import CodeError
 from megatron_rft.utils.worker_process import CallFailed, ProcessLost, WorkerProcess
 
 LIMIT = "reward.timeout_s"
+ROUNDING = 1e-6  # of a reward that is a sum
 GRACE_S = 1.0  # an async function's own limit comes first
 
 
@@ -121,7 +123,15 @@ class UserReward(Reward):
         for place, member in enumerate(self.members):
             if share := [task for task in tasks if task.unit % len(self.members) == place]:
                 member.add(share)
-        return lambda: [task.score.result() for task in tasks]
+        return lambda: [self._within(task, task.score.result()) for task in tasks]
+
+    def _within(self, task: Ungraded, score: Score) -> Score:
+        if score.error is None and score.reward > self.maximum + ROUNDING:
+            name = where(self.members[0].options["function"], task.prompt, task.text)
+            raise CodeError(
+                f"{name}: the reward is {score.reward:g}, above its maximum, {self.maximum:g}: set a higher one"
+            )
+        return score
 
     def close(self) -> None:
         for member in self.members:

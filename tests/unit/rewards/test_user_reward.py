@@ -60,6 +60,13 @@ def test_a_number_or_a_score(rewards):
     assert rewards("nothing", maximum=1.0)([], []) == []
 
 
+def test_a_reward_above_the_maximum_is_refused(rewards):
+    assert rewards("numpy_number", maximum=0.5)([PROMPT], ["x"]) == [Score(0.5)]
+    message = r"mine.py:numpy_number: problem 7, response 'x': the reward is 0.5, above its maximum, 0.4: set a higher"
+    with pytest.raises(CodeError, match=message):
+        rewards("numpy_number", maximum=0.4)([OTHER], ["x"])
+
+
 def test_numbers_of_numpy_are_numbers(rewards):
     (score,) = rewards("numpys")([PROMPT], ["x"])
     assert score == Score(1.0, correct=True, details={"parts": [1.0, 2.0], "n": 3}) and score.correct is True
