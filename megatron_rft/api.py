@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rft.config import Recipe, dump, load
+from megatron_rft.config import AnyRecipe, Recipe, dump, load
 from megatron_rft.config.messages import argument
 from megatron_rft.config.sections import Count
 from megatron_rft.responses import Prompt, Score
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
     from megatron_rft.evaluation.evaluate import EvalResult
     from megatron_rft.report.runs import RecordedRun
 
-AnyRecipe = Recipe | str | Path | Mapping[str, Any]
-Callback = Callable[[int, dict[str, float]], object]
+Place = str | Path
+Callbacks = Sequence[Callable[[int, dict[str, float]], object]]
 ERROR = "error: "
 PROBE = {"run": {"output_dir": "-", "steps": 1}, "model": {"path": "-"}, "data": {"train": "-"}}
 
 
-def train(
-    recipe: AnyRecipe, nproc: int | None = None, callbacks: Sequence[Callback] = (), **sections: Any
-) -> "RecordedRun":
+def train(recipe: AnyRecipe, nproc: int | None = None, callbacks: Callbacks = (), **sections: Any) -> "RecordedRun":
     """Train a recipe, or resume its run, until its last step. Ctrl-C ends it after a checkpoint; a second one kills it.
 
     Args:
@@ -67,11 +65,7 @@ def generate(recipe: AnyRecipe, nproc: int | None = None, **sections: Any) -> Pa
 
 
 def evaluate(
-    recipe: AnyRecipe,
-    model: str | Path | None = None,
-    like: str | Path | None = None,
-    out: str | Path | None = None,
-    **sections: Any,
+    recipe: AnyRecipe, model: Place | None = None, like: Place | None = None, out: Place | None = None, **sections: Any
 ) -> "list[EvalResult]":
     """Evaluate a model on the recipe's test and validation problems and benchmarks, in this process.
 
@@ -139,9 +133,7 @@ def _problem(number: int, row: Any) -> Prompt:
     return Prompt(number, (), question, answer, dict(row), question=question)
 
 
-def convert(
-    source: str | Path, out: str | Path, to: str | None = None, like: str | Path | None = None
-) -> "Conversion | None":
+def convert(source: Place, out: Place, to: str | None = None, like: Place | None = None) -> "Conversion | None":
     """Convert a checkpoint, compare the copy with it bit by bit, and only then give it its name.
 
     Args:
@@ -166,7 +158,7 @@ def convert(
 # ---- a run in another process
 
 
-def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Sequence[Callback] = ()) -> Path:
+def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Callbacks = ()) -> Path:
     """Run a recipe in a process, and return its folder. Checks it here first, so that what is wrong is raised here."""
     from megatron_rft.commands import train
     from megatron_rft.plan import check
@@ -199,7 +191,7 @@ def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Sequence[Ca
     return folder
 
 
-def _followed(process: subprocess.Popen, folder: Path, callbacks: Sequence[Callback]) -> str:
+def _followed(process: subprocess.Popen, folder: Path, callbacks: Callbacks) -> str:
     """Show a run's output and call the callbacks until it ends. Returns its error."""
     from megatron_rft.tracking.progress import StepBar
 
@@ -227,7 +219,7 @@ def _followed(process: subprocess.Popen, folder: Path, callbacks: Sequence[Callb
 class _Steps:
     """The steps of a run that have not been reported to its callbacks."""
 
-    def __init__(self, folder: Path, callbacks: Sequence[Callback]):
+    def __init__(self, folder: Path, callbacks: Callbacks):
         self.folder, self.callbacks, self.since = folder, callbacks, time.time()
 
     def report(self) -> bool:

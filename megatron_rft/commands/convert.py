@@ -102,9 +102,7 @@ def convert(path: str, out: Path, to: str | None = None, like: str | None = None
     models.check_architecture(source.hf_config)
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
-    if to == "peft":
-        return write_peft(source, out, like)
-    return conversion.convert(source, out, to)
+    return write_peft(source, out, like) if to == "peft" else conversion.convert(source, out, to)
 
 
 def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:

@@ -64,10 +64,8 @@ def measure(args: argparse.Namespace) -> int:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     width = max(len(row["name"]) for row in rows)
-    lines = [f"{'':{width}}  {'KL':>8}  {'largest':>8}  {'share':>6}"]
-    for row in rows:
-        lines.append(f"{row['name']:{width}}  {row['kl']:8.1e}  {row['max']:8.1e}  {row['share']:6.1%}")
-    return lines
+    lines = [f"{row['name']:{width}}  {row['kl']:8.1e}  {row['max']:8.1e}  {row['share']:6.1%}" for row in rows]
+    return [f"{'':{width}}  {'KL':>8}  {'largest':>8}  {'share':>6}", *lines]
 
 
 def verdict(measured: dict[str, Any]) -> str:

@@ -89,23 +89,18 @@ def other_cudnn(listing: str | None = None) -> list[str]:
     return sorted({str(folder) for folder in folders if "site-packages/nvidia/" not in str(folder)})
 
 
-def cudnn() -> str:
-    if twice := other_cudnn():
-        return f"also in {', '.join(twice)}, beside that of torch's wheels: remove it, or its entry in LD_LIBRARY_PATH"
-    return "one"
-
-
 def checks(cuda: bool) -> dict[str, str]:
     """Return for each optional package whether it is usable, or the problem and the fix; and the container of
     programs that reward.kind=code runs."""
     from megatron_rft.rewards.code import container
 
-    usable = "usable"
+    usable, others = "usable", ", ".join(other_cudnn() if cuda else ())
+    twice = f"also in {others}, beside that of torch's wheels: remove it, or its entry in LD_LIBRARY_PATH"
     return {
         "CUDA": cuda_problem() or usable,
         "Transformer Engine": transformer_engine_problem(cuda) or usable,
         "vLLM": unusable() or usable,
-        **({"cuDNN": cudnn()} if cuda else {}),
+        **({"cuDNN": twice if others else "one"} if cuda else {}),
         "sandbox": container(),
     }
 

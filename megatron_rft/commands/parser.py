@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -115,10 +116,7 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB")
-    return size
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB")

@@ -1,7 +1,7 @@
 """Recipes: their sections, loading and validation. Imports no torch."""
 
 from megatron_rft.config.evaluation import Evaluation
-from megatron_rft.config.loading import dump, load, load_saved
+from megatron_rft.config.loading import AnyRecipe, dump, load, load_saved
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.resume import difference
 from megatron_rft.config.rewards import RewardOptions

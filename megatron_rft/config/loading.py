@@ -31,6 +31,7 @@ from megatron_rft.utils.errors import ConfigError, first_line
 
 COMMAND_LINE, CALL = "the command line", "the call"
 DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # in these sections an entry NAME is short for {path: NAME}
+AnyRecipe = Recipe | str | Path | Mapping[str, Any]
 Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
 
@@ -57,15 +58,12 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text, such as the name 1e-6, that `_Loader` would read as a number."""
 
 
-for _yaml in (_Loader, _Dumper):
-    _yaml.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
+FLOAT = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+for each in (_Loader, _Dumper):
+    each.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
-def load(path: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Recipe:
+def load(path: AnyRecipe, overrides: Sequence[str] = (), **sections: Any) -> Recipe:
     """Load the recipe at `path` with its bases and the overrides, and run all checks that do not depend on the machine.
 
     Args:
@@ -123,16 +121,14 @@ def _without_lost(merged: dict, layers: Layers) -> dict:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML would have: code by its name, paths as text."""
+    """What YAML would have: code by its name, paths as text, and numpy's numbers and arrays as Python's."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if callable(value):
         return user_code.here(value)
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
+    return value.tolist() if hasattr(value, "tolist") else str(value) if isinstance(value, Path) else value
 
 
 def load_saved(path: Path) -> Recipe:
@@ -232,10 +228,8 @@ def _validated(merged: dict, layers: Layers) -> Recipe:
     try:
         return validate(merged)
     except ValidationError as error:
-        lines = []
-        for detail in error.errors(include_url=False):
-            place, problem = _explained(detail)
-            lines.append(f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}")
+        found = map(_explained, error.errors(include_url=False))
+        lines = [f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}" for place, problem in found]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 

@@ -18,16 +18,14 @@ from megatron_rft.config import datasets, passthrough
 from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at, hint, shown
 
-MOST = 2**63 - 1  # more is no seed for torch
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Natural = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 # YAML reads off as false
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
-NAME_BYTES = 255  # of a file
 MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each response token
 
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
@@ -36,7 +34,7 @@ CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "co
 def _path(text: str) -> str:
     if variable := re.search(r"\$(\w+|{.*?})", text):
         raise ValueError(f"{shown(text)}: {variable[0]} is not replaced in a recipe: write the path itself")
-    if not text or "\0" in text or max(map(len, text.encode().split(b"/"))) > NAME_BYTES:
+    if not text or "\0" in text or max(map(len, text.encode().split(b"/"))) > 255:  # bytes
         raise ValueError(f"{shown(text)} cannot be the name of a file or a folder")
     return os.path.expanduser(text)
 

@@ -138,9 +138,8 @@ def _not_json(error: json.JSONDecodeError, file: File, line: int = 1) -> DataErr
 
 def _no_rows(file: File, value: Any) -> DataError:
     lists = [name for name, x in value.items() if isinstance(x, list)] if isinstance(value, dict) else []
-    named = ", ".join(map(repr, lists))
-    what = f"; this one is an object that holds lists, {named}: save the rows alone" if lists else ""
-    return DataError(f"{file}: a .json data set is a list of objects, or one object per line{what}")
+    what = f"; this one is an object that holds lists, {', '.join(map(repr, lists))}: save the rows alone"
+    return DataError(f"{file}: a .json data set is a list of objects, or one object per line{what if lists else ''}")
 
 
 def _lines(file: File, newline: str | None = None) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Job:
         self.start.mkdir(parents=True, exist_ok=True)
         if self.node.index:
             return
-        _write(self.start / "before.json", self._saved())
+        write_atomically(self.start / "before.json", json.dumps(self._saved()))
         if self._starts_without_progress() > RETRIES + 1:
             raise RunFailed(self._no_progress_message())
 
@@ -67,7 +67,7 @@ class Job:
     def conclude(self, status: int) -> tuple[int, str]:
         """Return the exit status of the whole job and a message. Waits for the other nodes, because Slurm ends the
         whole step soon after the first status that is not 0."""
-        _write(self.start / f"node_{self.node.index}.json", {"status": status})
+        write_atomically(self.start / f"node_{self.node.index}.json", json.dumps({"status": status}))
         if status == FINISHED:
             return FINISHED, ""
         deadline = time.monotonic() + STATUS_TIMEOUT_S
@@ -107,7 +107,3 @@ class Job:
 
     def _start(self, number: int) -> Path:
         return self.folder / f"start_{number}"
-
-
-def _write(path: Path, content: object) -> None:
-    write_atomically(path, json.dumps(content) + "\n")

@@ -1,20 +1,16 @@
 """Computes the layout, parameters, memory and engines of a recipe on a number of ranks, without torch."""
 
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rft.config import Recipe, load
+from megatron_rft.config import AnyRecipe, load
 from megatron_rft.config.messages import argument
 from megatron_rft.config.sections import Count, Positive
 from megatron_rft.plan.checks import Plan, check, check_store_is_there, check_writable, make_folder
 
 
-def plan(
-    recipe: Recipe | str | Path | Mapping[str, Any], nproc: int = 1, gpu_gib: float | None = None, **sections: Any
-) -> Plan:
+def plan(recipe: AnyRecipe, nproc: int = 1, gpu_gib: float | None = None, **sections: Any) -> Plan:
     """Check a recipe as a run on `nproc` ranks would, and compute its batch, layout and memory; `print` shows it.
 
     Args:

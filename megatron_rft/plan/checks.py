@@ -83,8 +83,7 @@ def check(
     check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, of_policy)
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
-    mixture = bool(shape and shape.experts)
-    gpu_defaults = [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, mixture)]
+    gpu_defaults = plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))
     score, kinds = getattr(recipe.environment, "score", None), {each.kind: 0 for each in recipe.reward.everything()}
     given = recipe.algorithm.model_dump(exclude_unset=True)  # by the recipe: what a base says shows here too
     lines = [
@@ -99,7 +98,7 @@ def check(
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         *([_shared_prompts_line(recipe.batching, recipe.rollout, prompt, layout, whole)] * shares),
-        *(gpu_defaults if on_gpu else []),
+        *([gpu_defaults] if on_gpu else []),
         "algorithm: " + ", ".join(f"{option} {value}" for option, value in given.items()),
         _schedule_line(recipe.optimizer, recipe.run, of_policy),
         f"reward: {f'environment.score, {score}' if score else ' + '.join(kinds)}",
@@ -351,8 +350,8 @@ def environment_line(environment: AnyEnvironment, rollout: Rollout, prompt: int,
     each = f" of up to {environment.turn_tokens} tokens" if environment.turn_tokens else ""
     several, most = environment.segments > 1, environment.segments * (prompt + rollout.max_response_tokens)
     line = f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; "
-    whole = "a segment" if several else "a response"
-    line += f"{whole} has up to {rollout.max_response_tokens} tokens with the environment's"
+    line += "a segment" if several else "a response"
+    line += f" has up to {rollout.max_response_tokens} tokens with the environment's"
     if several:
         line += f", an episode up to {environment.segments} segments, {most} tokens with their prompts"
     if several and most > budget:

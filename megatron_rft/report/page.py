@@ -42,7 +42,7 @@ def write(folders: list[Path], out: Path) -> Path:
 
 def html(groups: list[RunGroup], notices: list[str]) -> str:
     return TEMPLATES.get_template("page.html").render(
-        title=title(groups),
+        title=" / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else ""),
         notices=notices,
         groups=groups,
         differing=differing(groups),
@@ -51,10 +51,6 @@ def html(groups: list[RunGroup], notices: list[str]) -> str:
         script=(HERE / "page.js").read_text(encoding="utf-8"),
         data=data(groups),
     )
-
-
-def title(groups: list[RunGroup]) -> str:
-    return " / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else "")
 
 
 def as_yaml(value: Any) -> str:
@@ -124,13 +120,8 @@ def samples(groups: list[RunGroup]) -> list[dict[str, Any]]:
     """Return the samples of each run's first and last recorded steps, and of some between them."""
     runs = [(group, run) for group in groups for run in group.runs if run.samples]
     per_run = max(MOST_LINES // len(runs), 2) if runs else 0
-    return [
-        {
-            "run": group.name + (f", seed {run.seed}" if len(group.runs) > 1 else ""),
-            "steps": evenly(run.samples, per_run),
-        }
-        for group, run in runs
-    ]
+    names = [group.name + (f", seed {run.seed}" if len(group.runs) > 1 else "") for group, run in runs]
+    return [{"run": name, "steps": evenly(run.samples, per_run)} for name, (_, run) in zip(names, runs, strict=True)]
 
 
 def evenly(many: list, count: int) -> list:

@@ -65,17 +65,12 @@ def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
     Raises:
         UserError: a folder contains no run, is given twice, or no run has a step.
     """
-    runs, notices = [], []
     paths = [Path(folder).resolve() for folder in folders]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise UserError(f"{path} is given twice")
-    for folder in folders:
-        run = read(folder)
-        if run.records:
-            runs.append(run)
-        else:
-            notices.append(f"{run.folder} has no finished step yet: its {METRICS_FILE} has no complete line.")
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise UserError(f"{twice[0]} is given twice")
+    found = [read(folder) for folder in folders]
+    runs, empty = [run for run in found if run.records], [run for run in found if not run.records]
+    notices = [f"{run.folder} has no finished step yet: its {METRICS_FILE} has no complete line." for run in empty]
     if not runs:
         raise UserError(f"there is nothing to report: {' '.join(notices)}")
     kinds = sorted({str(run.recipe.get("trainer", "unknown")) for run in runs})

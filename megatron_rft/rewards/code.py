@@ -145,9 +145,7 @@ def read_tests(text: str) -> dict[str, Any] | str:
 
 def tested_names(table: dict[str, Any] | str) -> list[str]:
     """Return the names that a row's tests take from the program, if the row lists them."""
-    if isinstance(table, str):
-        return []
-    return [table["name"]] if "name" in table else table.get("names", [])
+    return [] if isinstance(table, str) else [table["name"]] if "name" in table else table.get("names", [])
 
 
 def extract_code(text: str, names: Sequence[str] = ()) -> str:

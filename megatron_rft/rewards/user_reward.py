@@ -18,7 +18,6 @@ from megatron_rft.utils.errors import CodeError
 from megatron_rft.utils.worker_process import CallFailed, ProcessLost, WorkerProcess
 
 LIMIT = "reward.timeout_s"
-ROUNDING = 1e-6  # of a reward that is a sum
 GRACE_S = 1.0  # an async function's own limit comes first
 
 
@@ -126,10 +125,10 @@ class UserReward(Reward):
         return lambda: [self._within(task, task.score.result()) for task in tasks]
 
     def _within(self, task: Ungraded, score: Score) -> Score:
-        if score.error is None and score.reward > self.maximum + ROUNDING:
-            name = where(self.members[0].options["function"], task.prompt, task.text)
+        if score.error is None and score.reward > self.maximum + 1e-6:  # a sum is rounded
+            at = where(self.members[0].options["function"], task.prompt, task.text)
             raise CodeError(
-                f"{name}: the reward is {score.reward:g}, above its maximum, {self.maximum:g}: set a higher one"
+                f"{at}: the reward is {score.reward:g}, above its maximum, {self.maximum:g}: set a higher one"
             )
         return score
 

@@ -22,6 +22,8 @@ from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training.monitor import due
 
+Numbers = dict[str, float]  # by name
+
 
 @dataclass
 class EarlyVerification:
@@ -35,7 +37,7 @@ class EarlyVerification:
     objective: PIPO
     actor: Actor
     update: Update | None = None
-    metrics: dict[str, float] | None = None  # of the gradient of `update`
+    metrics: Numbers | None = None  # of the gradient of `update`
 
     def compute(self, state: State, skip: bool, phase: AbstractContextManager) -> None:
         """Compute the gradient if there may be a verification. `skip`: leave out sequences without a gradient."""
@@ -46,7 +48,7 @@ class EarlyVerification:
             with phase:
                 self.metrics = self.actor.backward(batch, self.update.loss, counts, self.update.outputs)
 
-    def take(self, update: Update) -> dict[str, float] | None:
+    def take(self, update: Update) -> Numbers | None:
         """The metrics of the gradient if it is that of the step's first update, `update`; else None."""
         computed, self.update = self.update, None
         return self.metrics if computed is not None and same(computed.batch, update.batch) else None
@@ -110,7 +112,7 @@ class Models:
             batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
         return batch
 
-    def measure(self, batch: Batch, step: int) -> dict[str, float]:
+    def measure(self, batch: Batch, step: int) -> Numbers:
         """KL(policy || reference) before the step if it is due, by the k3 estimate on the sampled tokens."""
         if not due(self.kl_every, step):
             return {}
@@ -145,18 +147,14 @@ class Models:
         """Not while router biases move: they balance the experts over the whole batch."""
         return self.actor.batching.skip_zero_advantages == "auto" and not self.actor.bias_update_rate
 
-    def step(
-        self, update: Update, batch: Batch, counts: dict[str, float], second: Second | None = None
-    ) -> dict[str, float]:
+    def step(self, update: Update, batch: Batch, counts: Numbers, second: Second | None = None) -> Numbers:
         """Make one optimizer step of `update` on `batch` and `counts` of `Update.computed`. Returns its metrics."""
         actor = self.trained[update.model]
         gradient = self.verification and self.verification.take(update)
         gradient = gradient or actor.backward(batch, update.loss, counts, update.outputs, second)
         return actor.apply(gradient, update.learning_rate, update.moments, update.scale)
 
-    def part_norms(
-        self, update: Update, batch: Batch, counts: dict[str, float], second: Second | None
-    ) -> dict[str, float]:
+    def part_norms(self, update: Update, batch: Batch, counts: Numbers, second: Second | None) -> Numbers:
         """Gradient norms of the parts of the loss, each by a backward pass; the weights do not change. Collective."""
         norms = {}
         for name, part_of in update.parts.items():

@@ -49,9 +49,8 @@ def here(code: Any) -> str:
         stored = f"{name}@{hashlib.sha256(content).hexdigest()[:8]}"
         Path(os.environ[FOLDER], stored).write_bytes(content)
     except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be sent to the processes of a run ({first_line(error)}): {in_a_file(name)}"
-        ) from None
+        why = f"cannot be sent to the processes of a run ({first_line(error)})"
+        raise ConfigError(f"{name} {why}: {in_a_file(name)}") from None
     return SESSION + stored
 
 

@@ -40,10 +40,8 @@ def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """[B] -> ([U] of the right, [U] of the wrong trajectory of each pair), differentiable."""
     trained = trained_tokens(batch) > 0  # a rank without work forwards one sequence without trained tokens
     right = batch.sequences["rewards"] > 0
-    sides = []
-    for side in (trained & right, trained & ~right):
-        position = side.nonzero().flatten()
-        sides.append(position[batch.units[position].argsort()])
+    positions = [side.nonzero().flatten() for side in (trained & right, trained & ~right)]
+    sides = [position[batch.units[position].argsort()] for position in positions]
     units = [batch.units[side] for side in sides]
     assert torch.equal(*units) and len(units[0].unique()) == len(units[0]), "a unit is one right and one wrong"
     right, wrong = (values[send(side, values.device)] for side in sides)

@@ -179,7 +179,7 @@ class TestLoading:
             "the override 'run={steps: 1, steps: 2}' is not valid YAML (line 1: 'steps' is giv",
         ),
         ("run.name=\udcff", "is not UTF-8 text"),
-        ("run.seed=99999999999999999999", "run.seed: 99999999999999999999 is not at most 9223372036854775807"),
+        ("run.seed=99999999999999999999", "run.seed: 99999999999999999999 is not below 9223372036854775808"),
         ("run.output_dir=$HOME/run", "run.output_dir: '$HOME/run': $HOME is not replaced in a recipe"),
         ("model.path=${oc.env:HOME}/m", "model.path: '${oc.env:HOME}/m': ${oc.env:HOME} is not replaced in a recipe"),
         ("data.train=''", "data.train.path: '' cannot be the name of a file or a folder"),
