@@ -115,13 +115,11 @@ class Asked:
     cache: EvaluationCache
 
     @classmethod
-    def of(
-        cls, part: str, usable: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]
-    ) -> "Asked":
+    def of(cls, part: str, read: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
         problems, samples = evaluator.problems, evaluator.samples(part)
         reward = reward_of(own, problems.benchmarks[part]) if part in problems.benchmarks else own
-        prompts = usable.prompts[: evaluator.options.limit]
+        prompts = read.prompts[: evaluator.options.limit]
         depends_on = {
             "megatron_rft": __version__,
             **model,
@@ -139,7 +137,7 @@ class Asked:
         cache = EvaluationCache(evaluator.folder, part, depends_on, samples, note)
         if cache.completions:
             note(len(cache.completions), " already")
-        return cls(prompts, usable.dropped, reward, cache)
+        return cls(prompts, read.dropped, reward, cache)
 
     @property
     def answered(self) -> bool:

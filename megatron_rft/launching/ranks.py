@@ -34,6 +34,7 @@ from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrup
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 MOST_THREADS = 8  # of a rank beside a GPU
+NODE, LIMITS = Node(), Faults()
 LONGEST_TMPDIR = 60  # characters: the path of a socket has at most 107
 PARENT = "MEGATRON_RFT_LAUNCHER"  # environment variable of ranks: the pid of the launcher
 
@@ -96,23 +97,17 @@ def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
 
 
 def launch(
-    command: list[str],
-    nproc: int,
-    output_dir: str,
-    node: Node | None = None,
-    job: Job | None = None,
-    faults: Faults | None = None,
+    command: list[str], nproc: int, output_dir: str, node: Node = NODE, job: Job | None = None, faults: Faults = LIMITS
 ) -> int:
     """Run `command` as `nproc` ranks on this node, print a line about any failure, and return the exit status.
 
     All nodes of a queued `job` return the same status, that of the job. A run that hangs (`faults`) fails.
     """
-    node = node or Node()
     if nproc > (cores := len(os.sched_getaffinity(0))):
         print(f"warning: {nproc} ranks share {cores} processor cores: --nproc {cores} is faster", file=sys.stderr)
     ranks: list[Rank] = []
     with _forward_signals(ranks) as forwarded, reserved_port() as free, temporary_folder() as temporary:
-        watch = Watch(ranks_folder(output_dir), node, faults or Faults())
+        watch = Watch(ranks_folder(output_dir), node, faults)
         try:
             if job is not None:
                 job.begin()

@@ -42,6 +42,7 @@ from megatron_rft.objectives.surrogates import (
     surrogate_loss,
 )
 from megatron_rft.records import Batch, like
+from megatron_rft.utils.errors import CodeError
 
 
 class PolicyGradient(PolicyObjective):
@@ -175,12 +176,18 @@ class GroupRelative(PolicyGradient):
 
     centred = staticmethod(group_centred)  # the same without division by a deviation, for penalties
 
+    def _relative(self, batch: Batch) -> Tensor:
+        """[B] `relative` of the rewards. Another shape, of a user's class, would be broadcast."""
+        credit, name = self.relative(self.rewards(batch), batch.groups), type(self).__name__
+        if credit.shape != batch.groups.shape:
+            raise CodeError(f"{name}.relative gave {credit.shape}: give a number for each of {len(batch)} responses")
+        return credit
+
     def advantages(self, batch: Batch) -> Tensor:
         penalties = self.centred(self.penalties(batch), batch.groups, rounding=0.0)  # small ones count
-        credit = self.relative(self.rewards(batch), batch.groups) - penalties
-        return to_tokens(torch.where(self.keep(batch), credit, 0.0), batch)
+        return to_tokens(torch.where(self.keep(batch), self._relative(batch) - penalties, 0.0), batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
         """Of the reward alone: normalised, penalties would weigh as much where rewards are equal."""
-        credit = torch.where(self.keep(batch), self.relative(self.rewards(batch), batch.groups), 0.0)
+        credit = torch.where(self.keep(batch), self._relative(batch), 0.0)
         return self._weighted(to_tokens(group_normalised(credit, batch.groups), batch), batch)

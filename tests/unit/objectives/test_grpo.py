@@ -7,6 +7,7 @@ import torch
 
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.surrogates import mismatch
+from megatron_rft.utils.errors import CodeError
 from tests.made import made
 
 LN2 = math.log(2)
@@ -20,6 +21,19 @@ def means(objective, batch, logprobs, entropy=None) -> dict[str, float]:
     number = counts(update.batch)
     logged = {name: mean.item() for name, mean in loss.logged(number).items()}
     return logged | {"loss": loss.mean(number).item()}
+
+
+@pytest.mark.parametrize("wrong", [lambda rewards, group: rewards[:1], lambda rewards, group: rewards.mean()])
+def test_advantages_of_another_shape_are_refused(make_batch, wrong):
+    """Torch would give all responses the same one."""
+    objective = made("grpo")
+    objective.relative = wrong
+    batch = make_batch([3, 1], [0, 0], [1.0, 0.0])
+    for credit in (objective.advantages, objective.improvement_attributions):
+        with pytest.raises(
+            CodeError, match=r"GRPO.relative gave torch.Size\(\[1?\]\): give a number for each of 2 responses"
+        ):
+            credit(batch)
 
 
 def test_loss_by_hand(make_batch):
