@@ -172,11 +172,6 @@ class Prepared:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def passes(options: Any, setting: Setting) -> dict[str, Any]:
-    """The optimizer steps of an online method's update, as `Update`'s arguments."""
-    return {"mini_batches": setting.mini_batches, "epochs": options.epochs}
-
-
 class Objective(ABC):
     """One algorithm. Its methods are pure functions of tensors: no process groups, equal results on every rank.
 
@@ -203,6 +198,11 @@ class Objective(ABC):
     @abstractmethod
     def prepare(self, batch: Batch, state: State) -> Prepared:
         """Attribute credit and return the updates to make."""
+
+    def update(self, *what: Any, **more: Any) -> Update:
+        """An online method's `Update`, with the optimizer steps of the recipe."""
+        options: Any = self.options
+        return Update(*what, mini_batches=self.setting.mini_batches, epochs=options.epochs, **more)
 
 
 class PolicyObjective(Objective):

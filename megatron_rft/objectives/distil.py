@@ -13,17 +13,7 @@ sampling of y. Tokens that the student did not write have mask 0 and do not coun
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.config.algorithms.offline import OfflineDistillation
 from megatron_rft.config.plugins import Teaching
-from megatron_rft.objectives.base import (
-    Loss,
-    Objective,
-    Outputs,
-    Prepared,
-    SecondDistribution,
-    State,
-    Sum,
-    Update,
-    passes,
-)
+from megatron_rft.objectives.base import Loss, Objective, Outputs, Prepared, SecondDistribution, State, Sum
 from megatron_rft.objectives.offline.base import Offline
 from megatron_rft.objectives.surrogates import aggregate, mismatch_sums
 from megatron_rft.records import Batch
@@ -56,9 +46,8 @@ class Distil(Objective):
         return Loss({"distillation": (1.0, distance)}, metrics)
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        outputs, other = needed(self.options) | {"entropy"}, second(self.options)
-        steps = passes(self.options, self.setting)
-        return Prepared([Update("policy", batch, self.loss, outputs, second=other, **steps)], state)
+        outputs = needed(self.options) | {"entropy"}
+        return Prepared([self.update("policy", batch, self.loss, outputs, second=second(self.options))], state)
 
 
 class OfflineDistil(Offline):

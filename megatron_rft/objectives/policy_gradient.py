@@ -25,7 +25,6 @@ from megatron_rft.objectives.base import (
     State,
     Sum,
     Update,
-    passes,
     sequence_sums,
     zero_sequences,
 )
@@ -148,8 +147,7 @@ class PolicyGradient(PolicyObjective):
         exact = self.options.compares_distributions
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
         second, idle = SecondDistribution("reference") if exact else None, not self.keep(batch).any()
-        steps = passes(self.options, self.setting)
-        return Update("policy", batch, self.loss, frozenset(outputs), second=second, idle=idle, **steps)
+        return self.update("policy", batch, self.loss, frozenset(outputs), second=second, idle=idle)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """KL metrics before the step. If no old_logprobs are computed, the engine's log-probs replace them."""

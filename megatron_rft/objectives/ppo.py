@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.advantages import at_turn_ends, gae, whiten, without_turns
-from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update, passes
+from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch, like
@@ -75,8 +75,7 @@ class PPO(PolicyGradient):
         return advantages, returns
 
     def _value_update(self, batch: Batch) -> Update:
-        steps = passes(self.options, self.setting)
-        return Update("value", batch, self.value_loss, frozenset({"values"}), model="critic", **steps)
+        return self.update("value", batch, self.value_loss, frozenset({"values"}), model="critic")
 
     def value_loss(self, outputs: Outputs, batch: Batch) -> Loss:
         values = outputs["values"]

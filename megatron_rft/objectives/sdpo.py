@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import online as section
-from megatron_rft.objectives.base import (
-    Loss,
-    Outputs,
-    PolicyObjective,
-    Prepared,
-    SecondDistribution,
-    State,
-    Update,
-    passes,
-)
+from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, SecondDistribution, State
 from megatron_rft.objectives.surrogates import (
     LOG_RATIO_BOUND,
     aggregate,
@@ -81,7 +72,6 @@ class SDPO(PolicyObjective):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         informed = self.trained(batch)
         second = SecondDistribution("teacher" if self.options.teacher_rate else "actor", in_context=True)
-        steps = passes(self.options, self.setting)
-        update = Update("policy", batch.select(informed), self.loss, OUTPUTS, second=second, **steps)
+        update = self.update("policy", batch.select(informed), self.loss, OUTPUTS, second=second)
         share = informed.float().mean().item() if len(batch) else 0.0
         return Prepared([update], state, {"sdpo/informed": share})

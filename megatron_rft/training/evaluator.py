@@ -92,16 +92,10 @@ class Evaluator:
         self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
     ) -> EvalResult:
         """Evaluate the problems of a part, or `prompts`."""
-        return evaluate(
-            replace(self.sampler, samples=self.samples(part)),
-            self.prompts(part) if prompts is None else prompts,
-            self.gather,
-            rank=self.rank,
-            world=self.world,
-            batch=self.options.batch,
-            name=part,
-            cache=cache,
-        )
+        sampler = replace(self.sampler, samples=self.samples(part))
+        prompts = self.prompts(part) if prompts is None else prompts
+        where = {"rank": self.rank, "world": self.world, "batch": self.options.batch}
+        return evaluate(sampler, prompts, self.gather, name=part, cache=cache, **where)
 
     def prompts(self, part: str) -> list[Prompt]:
         given = self.given[part] if part in self.given else self.problems.prompts(part, self.sampler.tokenizer).prompts

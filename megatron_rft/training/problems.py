@@ -29,16 +29,9 @@ class Problems:
     def rows(self, part: str) -> list[Row]:
         source = self.source(part)
         with self._named(part):
-            rows = load_rows(
-                source.path,
-                source.split,
-                source.limit or self.data.limit,
-                adapter=source.adapter,
-                subset=source.subset,
-                files=source.files,
-                streaming=source.streaming,
-                part="test" if part in self.benchmarks else part,
-            )
+            chosen = {name: getattr(source, name) for name in ("adapter", "subset", "files", "streaming")}
+            chosen["part"] = "test" if part in self.benchmarks else part
+            rows = load_rows(source.path, source.split, source.limit or self.data.limit, **chosen)
             column = self.data.image_field
             if column and part == "train" and not self.environment and not any(column in row for row in rows):
                 there = f"the first has {', '.join(map(repr, rows[0]))}.{did_you_mean(column, rows[0])}"

@@ -130,15 +130,9 @@ class TrainingRun:
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             state = self.best.restore(state)
-        self.tracker = Tracker(
-            self.folder,
-            self.recipe.tracking,
-            self.total_steps,
-            resume_step=self.done + 1 if self.done else 0,
-            is_main=dist.get_rank() == 0,
-            name=self.recipe.run.name,
-            resolved=self.recipe.model_dump(),
-        )
+        about = {"name": self.recipe.run.name, "resolved": self.recipe.model_dump()}
+        about |= {"resume_step": self.done + 1 if self.done else 0, "is_main": dist.get_rank() == 0}
+        self.tracker = Tracker(self.folder, self.recipe.tracking, self.total_steps, **about)
         self.observers = self._observers()
         for warning in warnings:
             self.tracker.note(warning)
@@ -236,10 +230,8 @@ class TrainingRun:
             self.total_steps = step if self.best.exhausted else self.total_steps  # the last: it has a checkpoint
         return accuracy("evaluation", summary)
 
-    def end_of_step(
-        self, step: int, state: State, metrics: dict[str, float], pending: Callable[[], State] = dict
-    ) -> bool:
-        """Log, and save if due. Returns whether a signal stops the run; the checkpoint is then on disk. `pending`
+    def end_of_step(self, step: int, state: State, metrics: dict[str, float], more: Callable[[], State] = dict) -> bool:
+        """Log, and save if due. Returns whether a signal stops the run; the checkpoint is then on disk. `more`
         returns further state for a checkpoint."""
         if self.models.actor.device.type == "cpu":
             return_free_pages()
@@ -251,7 +243,7 @@ class TrainingRun:
         self.tracker.log(step, metrics)
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
-                self.save(step, state | pending())
+                self.save(step, state | more())
             elif self.checkpoints.saving:
                 self.checkpoints.poll()
         if stopping:

@@ -38,9 +38,7 @@ class WorkerProcess:
     run's. `about`: what the process says of its code when it starts.
     """
 
-    def __init__(
-        self, module: str, options: dict[str, Any], timeout_s: float, log: Path | None, section: str, limit: str
-    ):
+    def __init__(self, module: str, options: dict, timeout_s: float, log: Path | None, section: str, limit: str):
         self.module, self.options, self.timeout_s, self.log = module, options, timeout_s, log
         self.section, self.limit = section, limit
         self.process: subprocess.Popen | None = None
