@@ -236,8 +236,8 @@ def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, pa
         raise DataError(f"algorithm.name: {method} finds nothing to learn from in {path}")
     longest = max(cost(list(example)) for example in examples)
     if longest > token_budget:
-        what = "pair" if len(examples[0]) == 2 else "trajectory"
-        raise DataError(f"batching.micro_batch_tokens: {token_budget} do not hold the longest {what}, {longest} tokens")
+        what = f"longest {'pair' if len(examples[0]) == 2 else 'trajectory'} has {longest} tokens"
+        raise DataError(f"batching.micro_batch_tokens: the {what}, and does not fit {token_budget}")
 
 
 def draw(data: Batch, examples: list[tuple[int, ...]]) -> Batch:
