@@ -1,6 +1,5 @@
 """An adapter of a layer with a fused norm, as Transformer Engine has them, reads the normalised input."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,7 +9,7 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import hf_shapes, lora
 from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
@@ -35,13 +34,6 @@ class Fused:
 def fuse(norm: nn.Module, linear: nn.Module) -> None:
     linear.__class__ = type("FusedLinear", (Fused, linear.__class__), {})
     linear.layer_norm_weight = norm.weight
-
-
-@pytest.fixture
-def one_rank():
-    parallel.initialize(Megatron())
-    yield
-    parallel.destroy_layout()
 
 
 def logprobs_and_gradients(fused: bool, monkeypatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers import Qwen3Config
 
 from megatron_rft.config import Batching, Megatron
-from megatron_rft.megatron import parallel, seams, weights
+from megatron_rft.megatron import seams, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.megatron.ema import MovingAverage
@@ -26,13 +26,6 @@ from tests.made import made
 from tests.shapes import SMALL
 
 CONFIG = Qwen3Config(**SMALL | {"vocab_size": 32}, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
-
-
-@pytest.fixture
-def one_rank():
-    parallel.initialize(Megatron())
-    yield
-    parallel.destroy_layout()
 
 
 def build(distributed: bool, precision: str = "fp32") -> Actor:

@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Faults, Megatron
 from megatron_rft.megatron import parallel
 from megatron_rft.utils.errors import ConfigError
+from tests.integration.tiny import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MEET = """
@@ -97,6 +100,25 @@ def test_every_wait_has_its_own_limit():
         assert seconds(parallel.dp_group()) == 120  # megatron-core takes minutes
     finally:
         parallel.shutdown()
+
+
+def test_the_groups_of_a_process_share_a_device():
+    """The thread of each device wakes up every 10 ms. A layout creates twenty groups."""
+    parallel.shutdown()
+    for _ in range(2):
+        parallel.initialize(Megatron())
+        assert devices() == 1
+        parallel.destroy_layout()
+    parallel.shutdown()
+    assert wait_until(lambda: not devices(), seconds=60)
+
+
+def devices() -> int:
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            found += path.read_text() == "gloo_tcp_loop\n"
+    return found
 
 
 def seconds(group):

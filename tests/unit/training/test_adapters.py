@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from megatron_rft.config import Megatron
 from megatron_rft.config.trainers import OnlineRecipe
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import counts
 from megatron_rft.plan.layout import Layout
@@ -17,14 +16,6 @@ from megatron_rft.training import build
 from tests.made import made
 from tests.parity.memory_cases import storages
 from tests.shapes import SMALL
-
-
-@pytest.fixture
-def one_rank():
-    parallel.initialize(Megatron())
-    yield
-    parallel.destroy_layout()
-
 
 CONFIG = Qwen3Config(**SMALL, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
 

@@ -1,6 +1,5 @@
 """A teacher takes no memory of the device while idle, and its hidden states stay on the rank that computed them."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, Qwen3Config
@@ -8,7 +7,7 @@ from transformers import LlamaConfig, Qwen3Config
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
@@ -23,13 +22,6 @@ TEACHER = LlamaConfig(
     tie_word_embeddings=False,
     architectures=["LlamaForCausalLM"],
 )
-
-
-@pytest.fixture
-def one_rank():
-    parallel.initialize(Megatron())
-    yield
-    parallel.destroy_layout()
 
 
 def test_it_is_empty_while_idle_and_its_states_are_never_reduced(one_rank, tmp_path, monkeypatch):
