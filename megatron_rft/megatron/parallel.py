@@ -113,18 +113,19 @@ def share_devices() -> None:
     create = dist.ProcessGroupGloo.__init__
 
     def init(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        if devices := _host.get("devices"):
+        if devices := _devices.get(os.getpid()):
             options = self._Options()
             options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
             return create(self, store, rank, size, options)
         create(self, store, rank, size, timeout=timeout)
-        _host["devices"] = self.options._devices
+        _devices[os.getpid()] = self.options._devices
 
     dist.ProcessGroupGloo.__init__ = init
 
 
 PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host in gloo's group, each with its own limit
-_host: dict[str, Any] = {}  # the group, the limits of the phases, and gloo's devices
+_host: dict[str, Any] = {}  # the group, and the limits of the phases
+_devices: dict[int, list[Any]] = {}  # gloo's, by process: a fork does not have their threads
 _set_here: list[str] = []  # environment variables of a process that no launcher started
 
 
@@ -238,7 +239,7 @@ def _set_single_rank_environment() -> None:
 def host_group(phase: str) -> dist.ProcessGroup:
     """Return the gloo group of all ranks, for waits longer than a step. Its next collectives have the limit of `phase`,
     one of PHASES. Only the main thread may use it. Where a caller connected the ranks, it is that group."""
-    if "group" not in _host:
+    if not _host:
         return dist.group.WORLD
     dist.distributed_c10d._set_pg_timeout(_host["limits"][phase], _host["group"])
     return _host["group"]
@@ -318,7 +319,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         _forget_layout()
         dist.destroy_process_group()
-        _host.clear()
+        _host.clear(), _devices.clear()
     while _set_here:
         os.environ.pop(_set_here.pop(), None)
 
