@@ -11,7 +11,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 Place = tuple[str, ...]
-Names = Iterable[str]
 
 KINDS = {
     "int_type": "a whole number",
@@ -56,7 +55,7 @@ def shown(value) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def hint(name: str, known: Names) -> str:
+def hint(name: str, known: Iterable[str]) -> str:
     """The known name that a wrong one may mean, else all of them; a sentence that begins with a space."""
     known = list(known)
     return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."
@@ -109,6 +108,6 @@ def explain(error: ErrorDetails, place: Place, known: Iterable[str], others: Ite
     return place, f"{error['msg']} (given: {shown(value)})"
 
 
-def not_among(value, choices: Names) -> str:
+def not_among(value, choices: Iterable[str]) -> str:
     meant = did_you_mean(value, choices) if isinstance(value, str) else ""
     return f"{shown(value)} is not one of {', '.join(choices)}.{meant}".removesuffix("." if not meant else "")

@@ -336,14 +336,15 @@ class Actor:
         """
         metrics = computed | {"loss": computed["loss"] * scale}
         finite = math.isfinite(metrics["loss"])
-        for chunk in self.chunks if scale != 1.0 else ():
-            chunk.scale_gradients(scale)
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
         if applied and self.routers:
             self.routers.trained(self.bias_update_rate)
-        # Megatron gathers parameters once after each backward pass, and it has
-        for chunk in self.gathering if self._forward_since_backward else ():
-            chunk.start_param_sync(force_sync=True)
+        if self._forward_since_backward:  # Megatron gathers parameters once after each backward pass, and it has
+            for chunk in self.gathering:
+                chunk.start_param_sync(force_sync=True)
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 

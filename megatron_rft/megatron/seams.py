@@ -64,7 +64,7 @@ class Seams:
         if copy is None:
             _bytes_of(storage).zero_()
         else:
-            for each, part in zip(copy, _bytes_of(storage).split(powers(size)), strict=True):
+            for each, part in zip(copy, _bytes_of(storage).split([len(each) for each in copy]), strict=True):
                 part.copy_(each, non_blocking=True)
 
 

@@ -297,7 +297,7 @@ def inputs(models: dict[str, str], adapters: str | None, stream: Stream) -> dict
     """Digests of what every start of a run reads again, by option."""
     digests = {name: model_fingerprint(model_folder(path)) for name, path in models.items()}
     if adapters:
-        digests["lora.path"] = digest(Path(adapters).expanduser() / TENSORS)["sha256"]
+        digests["lora.path"] = digest(Path(adapters) / TENSORS)["sha256"]
     return digests | {"data.train": stream.digest()}
 
 
