@@ -25,7 +25,7 @@ from unittest.mock import patch
 import psutil
 import torch
 from gpu_kit import MISSING, ROOT
-from gpu_predictions import GROUP, LOGPROBS, MICRO_BATCH, QWEN3_8B, WIDTHS, Case, cases, depth
+from gpu_predictions import FREED, GROUP, LOGPROBS, MICRO_BATCH, OFFLOADED, QWEN3_8B, WIDTHS, Case, cases, depth
 from setups import actor_of, arithmetic, qwen3, seconds
 from shared_prompts import batch_of
 from torch.distributions import Categorical
@@ -85,12 +85,12 @@ def ceilings() -> Iterator[Row]:
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
     a, b = random_tensors((size, size), (size, size), dtype=dtype)
     yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
-    size = (4 << 30) if LARGE else (64 << 20)
-    there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
-    for name, to, source in (("on", other, there), ("to", there, here), ("from", here, there)):
+    there, other = torch.empty(2, (4 << 30) if LARGE else (64 << 20), dtype=torch.uint8, device=DEVICE)
+    here = torch.empty(len(there) // 4, dtype=torch.uint8, pin_memory=GPU)  # pinning takes a second a GB
+    part = there[: len(here)]
+    for name, to, source in (("on", other, there), ("to", part, here), ("from", here, part)):
         passes, beside = (2, "bytes read and written") if name == "on" else (1, "pinned memory")
-        rate = passes * size / measure(partial(to.copy_, source, non_blocking=True))[0]
+        rate = passes * len(source) / measure(partial(to.copy_, source, non_blocking=True))[0]
         yield f"copy {name} the device", f"{rate / 1e9:.1f} GB/s", beside
 
 
@@ -255,7 +255,7 @@ def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Ro
 
 def offload() -> Iterator[Row]:
     """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
-    actor = slice_actor(QWEN3_8B | SMALL | {"num_hidden_layers": 4}, "bf16")
+    actor = slice_actor(OFFLOADED | SMALL, "bf16")
     step = partial(actor.step, *update_of(actor, cases(SHORTER)[0]), learning_rate=1e-6)
     step()
     state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
@@ -265,7 +265,7 @@ def offload() -> Iterator[Row]:
         moved = sum(size for _, size, copy in state.away if copy is not None) / 1e9
         for way, taken in (("to the host", away), ("back", seconds(state.restore))):
             yield f"{way}, {number} time", f"{taken * 1e3:.0f} ms", f"{moved / taken:.1f} GB/s"
-    yield "memory that it frees", f"{freed / GIB:.2f} GiB", "gradients and optimizer"
+    yield FREED, f"{freed / GIB:.2f} GiB", "gradients and optimizer"
     if sums != [checksum(tensor) for tensor in actor.optimizer.tensors()]:
         raise AssertionError("the optimizer's state came back with other bits")
     yield "loss of the next step", f"{step()['loss']:.4f}", "every bit of the state came back"
