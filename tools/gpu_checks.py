@@ -326,7 +326,7 @@ def main(function: str, *given: str) -> int:
         arithmetic.write_model_folder(f"{folder}/model")  # of the warm start
         return megatron_rft_command(arguments(*given, name, folder))
     if library != "TE":
-        spec.has_transformer_engine = lambda: False  # torch's layers even where it is installed
+        spec.is_installed = lambda: False  # torch's layers even where Transformer Engine is installed
     for row in globals()[function](*given):
         print(json.dumps(row), flush=True)  # of a check that is killed this is all
     print("\n".join(broken), flush=True)
