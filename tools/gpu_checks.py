@@ -29,7 +29,7 @@ from gpu_predictions import FREED, GROUP, LOGPROBS, MICRO_BATCH, OFFLOADED, QWEN
 from setups import actor_of, arithmetic, qwen3, seconds
 from shared_prompts import batch_of
 from torch.distributions import Categorical
-from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.__main__ import main as megatron_rft_command
 from megatron_rft.config.algorithms.offline import SFT as Options
@@ -43,14 +43,17 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
-from megatron_rft.plan.devices import DEVICES, GIB, Device
+from megatron_rft.plan.devices import DEVICES, GIB
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 
 GPU = torch.cuda.is_available()
 PRETENDED = "PRETEND_LIBRARY" in os.environ  # tools/cuda_without_gpu
 LARGE = GPU and not PRETENDED  # elsewhere everything is small
-DEVICE, CHIP = torch.device("cuda" if GPU else "cpu"), torch.cuda.get_device_name() if GPU else ""
+ATTENTION = {"attention_backend": "unfused" if PRETENDED else "auto"}  # cuDNN's crashes there
+DEVICE, NAME = torch.device("cuda" if GPU else "cpu"), torch.cuda.get_device_name() if GPU else ""
+UNKNOWN = dataclasses.replace(DEVICES["h100"], flops=math.nan)
+CHIP = next((chip for chip in reversed(DEVICES.values()) if chip.name in NAME), UNKNOWN)
 Row = tuple[str, str, str]  # what, found, beside what
 broken: list[str] = []  # what did not hold in this check, which goes on to its end
 
@@ -70,9 +73,8 @@ def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
     return min(times[1:]), torch.cuda.max_memory_allocated()
 
 
-def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return [torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype) for shape in shapes]
+def random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
 
 
 # ---- what the device can do
@@ -81,9 +83,9 @@ def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
 def ceilings() -> Iterator[Row]:
     """Yield the rates of a matrix product and of copies: on the device, to and from pinned memory."""
     if GPU:
-        yield "device", CHIP, f"{torch.cuda.mem_get_info()[1] / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        yield "device", NAME, f"{torch.cuda.mem_get_info()[1] / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
-    a, b = random_tensors((size, size), (size, size), dtype=dtype)
+    a, b = random((size, size), (size, size), dtype=dtype)
     yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
     there, other = torch.empty(2, (4 << 30) if LARGE else (64 << 20), dtype=torch.uint8, device=DEVICE)
     here = torch.empty(len(there) // 4, dtype=torch.uint8, pin_memory=GPU)  # pinning takes a second a GB
@@ -99,7 +101,7 @@ def ceilings() -> Iterator[Row]:
 
 def logprob_arguments(dtype: torch.dtype, hidden_size: int) -> tuple[torch.Tensor, ...]:
     tokens, vocabulary, _ = LOGPROBS if LARGE else (256, 8192, 0)
-    both = random_tensors((tokens, hidden_size), (vocabulary, hidden_size), dtype=dtype)
+    both = random((tokens, hidden_size), (vocabulary, hidden_size), dtype=dtype)
     return *(tensor * 0.25 for tensor in both), torch.randint(0, vocabulary, (tokens,), device=DEVICE)
 
 
@@ -152,15 +154,10 @@ def sequences(shared: bool) -> Batch:
     return Batch.of([texts[i // 4 * 4 if shared else i][:32] for i in range(16)], [ids[32:] for ids in texts])
 
 
-def make_actor(config: PretrainedConfig, lookup: Callable[[str], torch.Tensor], precision: str, tokens: int) -> Actor:
-    backend = "unfused" if PRETENDED and spec.has_transformer_engine() else "auto"  # cuDNN crashes there
-    return actor_of(config, lookup, precision, tokens, megatron={"attention_backend": backend})
-
-
 def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
     """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
     config, batch = MODELS[kind], sequences(kind == "shared prompts")
-    actor = make_actor(config, weights.random_tensors(config, 0), precision, 4096)
+    actor = actor_of(config, weights.random_tensors(config, 0), precision, 4096, megatron=ATTENTION)
     loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
     with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
         found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
@@ -169,12 +166,11 @@ def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
 
 def distance(found: dict, expected: dict) -> dict[str, float]:
     """Return relative differences: of the loss, of all gradients together, and of the tensor where it is largest."""
-    sizes = {name: tensor.norm() for name, tensor in expected.items() if tensor.any()}
-    apart = {name: (found[name] - expected[name]).norm() for name in sizes}
-    loss = apart.pop("loss") / sizes.pop("loss")
-    whole = torch.stack([*apart.values()]).norm() / torch.stack([*sizes.values()]).norm()
-    worst = max(apart[name] / sizes[name] for name in sizes)
-    return {"loss": loss.item(), "gradient": whole.item(), "worst gradient": worst.item()}
+    names = [name for name, tensor in expected.items() if tensor.any()]
+    sizes = torch.stack([expected[name].norm() for name in names])
+    apart = torch.stack([(found[name] - expected[name]).norm() for name in names])
+    *each, loss = (apart / sizes).tolist()  # the loss is the last
+    return {"loss": loss, "gradient": (apart[:-1].norm() / sizes[:-1].norm()).item(), "worst gradient": max(each)}
 
 
 def parity(kinds: str, precisions: str) -> Iterator[Row]:
@@ -203,13 +199,13 @@ SHORTER = 1 if LARGE else 32  # lengths are divided by it
 
 def slice_actor(model: dict, precision: str) -> Actor:
     config = (Qwen3MoeConfig if "num_experts" in model else Qwen3Config)(**model)
-    generator, shapes = torch.Generator(DEVICE).manual_seed(0), hf_shapes(config)
+    shapes = hf_shapes(config)
 
     def lookup(name: str) -> torch.Tensor:
-        tensor = torch.randn(shapes[name], generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        (tensor,) = random(shapes[name])
         return tensor * 0.02 if tensor.dim() > 1 else torch.ones_like(tensor)
 
-    return make_actor(config, lookup, precision, MICRO_BATCH // SHORTER)
+    return actor_of(config, lookup, precision, MICRO_BATCH // SHORTER, megatron=ATTENTION)
 
 
 def update_of(actor: Actor, case: Case) -> tuple[Batch, Callable, dict]:
@@ -227,9 +223,7 @@ def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     The model has as many layers as fit by `plan`, with Transformer Engine two less and no recomputation, or one layer
     of a mixture."""
     fused, precision = spec.has_transformer_engine(), precision if GPU else "fp32"
-    unknown = dataclasses.replace(DEVICES["h100"], flops=math.nan)
-    chip = next((chip for chip in reversed(DEVICES.values()) if chip.name in CHIP), unknown)
-    layers = 1 if mixture else depth(chip.usable) - 2 * fused if LARGE else 2
+    layers = 1 if mixture else depth(CHIP.usable) - 2 * fused if LARGE else 2
     model = QWEN3_8B | (MIXTURE if mixture else {}) | SMALL | {"num_hidden_layers": layers}
     actor, s = slice_actor(model, precision), ModelShape(model)
     yield "layers", str(layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
@@ -238,10 +232,10 @@ def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(2)]
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of two, gradients clipped"
     for case in chosen:
-        yield from passes(actor, case, s, chip)
+        yield from passes(actor, case, s)
 
 
-def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Row]:
+def passes(actor: Actor, case: Case, s: ModelShape) -> Iterator[Row]:
     plan = f"plan {case.memory(s).phases['training'] / GIB:.1f} GiB"
     try:
         taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
@@ -249,7 +243,7 @@ def passes(actor: Actor, case: Case, s: ModelShape, chip: Device) -> Iterator[Ro
         broken.append(f"{case}: {error}")
         yield f"{case}: peak memory", str(error).partition(". ")[0], plan
     else:
-        for what, text in case.figures(s, chip, taken, peak).items():
+        for what, text in case.figures(s, CHIP, taken, peak).items():
             yield what, text, plan if "memory" in what else f"{taken * 1e3:.0f} ms"
 
 
@@ -284,7 +278,7 @@ def engine_process() -> Iterator[Row]:
         if GPU and engine.transport != "CUDA IPC":
             raise AssertionError(f"weights go by {engine.transport}, not by CUDA IPC")
         for version in range(3):
-            tensors = dict(zip(shapes, random_tensors(*shapes.values(), seed=version), strict=True))
+            tensors = dict(zip(shapes, random(*shapes.values()), strict=True))
             pushed = weight_sync.send(tensors.items(), engine, version, verify=True)  # RunFailed where a bit differs
             taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
         yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
@@ -313,8 +307,6 @@ def arguments(recipe: str, name: str, folder: str) -> list[str]:
 def main(function: str, *given: str) -> int:
     """Do a check. Returns the exit status."""
     *given, name, folder = given
-    if function == "run":
-        importlib.import_module("megatron_rft.training")
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
     if not sys.stdin.readline():  # the check imports before its turn
         return 1  # which never comes: the call was killed
@@ -327,6 +319,7 @@ def main(function: str, *given: str) -> int:
         return megatron_rft_command(arguments(*given, name, folder))
     if library != "TE":
         spec.is_installed = lambda: False  # torch's layers even where Transformer Engine is installed
+    torch.manual_seed(0)
     for row in globals()[function](*given):
         print(json.dumps(row), flush=True)  # of a check that is killed this is all
     print("\n".join(broken), flush=True)

@@ -120,20 +120,16 @@ def pack(number: int, folder: Path, packages: bool = True) -> int:
         shutil.copy(file, folder / "tools")
     if packages:
         with tempfile.TemporaryDirectory() as site:
-            install(number, site)
+            command = [sys.executable, "-m", "pip", "-q", "install", "--target", site, *PACKAGES[number].split()]
+            command += ["--no-deps", "--no-compile", "--only-binary=:all:", "--python-version=3.12"]
+            command += ["-c", str(ROOT / "requirements-gpu.lock"), "--find-links", str(PACKED / "compiled")]
+            subprocess.run(command, check=True)
             archive(Path(site), folder / "site.tar.xz")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 2**20:.1f} MiB")
     if size > LARGEST[number] << 20:
         raise SystemExit(f"{folder} has more than {LARGEST[number]} MiB")
     return size
-
-
-def install(number: int, site: str) -> None:
-    command = [sys.executable, "-m", "pip", "-q", "install", "--target", site, *PACKAGES[number].split()]
-    command += ["-c", str(ROOT / "requirements-gpu.lock"), "--find-links", str(PACKED / "compiled")]
-    command += ["--no-deps", "--no-compile", "--only-binary=:all:", "--python-version=3.12"]
-    subprocess.run(command, check=True)
 
 
 def archive(site: Path, target: Path) -> None:
@@ -179,8 +175,7 @@ def call(checks: dict[str, tuple], results: Path, limit: float, packages: Path, 
     passed, started = True, {}
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
         given = {"cwd": ROOT, "env": unpack(packages, Path(folder, "site")), "stdin": subprocess.PIPE, "text": True}
-        about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "device": gpu(), "versions": versions()}
-        about |= {"command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
+        about = machine() | {"command": f"python tools/gpu_kit.py {' '.join(sys.argv[1:3])}"}
         for number, (name, (budget, *_)) in enumerate(checks.items()):
             for near in [*checks][len(started) : number + 1 + AHEAD]:
                 log = Path(folder, near.replace(" ", "_") + ".log")  # a run's folder has its name without the ending
@@ -199,10 +194,10 @@ def unpack(packages: Path, site: Path) -> dict[str, str]:
         shutil.unpack_archive(packages, site)
         for each in (site, ROOT / "megatron_rft", ROOT / "tools"):
             compileall.compile_dir(each, quiet=2, workers=0)
-    sys.path.insert(0, str(site))  # where `versions` looks
-    paths = *map(str, (site, ROOT, ROOT / "tools" / "bench")), os.environ.get("PYTHONPATH", "")
-    given = {"PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | given | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    sys.path.insert(0, str(site))  # where `machine` looks
+    paths = ":".join(map(str, (site, ROOT, ROOT / "tools" / "bench", os.environ.get("PYTHONPATH", ""))))
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | offline | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
@@ -246,15 +241,13 @@ def write(results: Path, record: dict) -> None:
         print(f"{results} could not be written ({error}): the line above is all there is", flush=True)
 
 
-def gpu() -> str:
-    """The name of the first GPU, without torch, which would keep memory of it; "" without one."""
+def machine() -> dict[str, str]:
+    """What a result says of where it was measured. nvidia-smi names the GPU: torch would keep memory of it."""
     status, names = subprocess.getstatusoutput("nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null")
-    return "" if status else names.partition("\n")[0].strip()
-
-
-def versions() -> str:
     there = {each.name.lower().replace("_", "-"): each.version for each in reversed([*metadata.distributions()])}
-    return ", ".join([f"Python {sys.version.split()[0]}", *(f"{n} {there[n]}" for n in VERSIONS if n in there)])
+    versions = [f"Python {sys.version.split()[0]}", *(f"{name} {there[name]}" for name in VERSIONS if name in there)]
+    date, device = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "" if status else names.partition("\n")[0].strip()
+    return {"date": date, "device": device, "versions": ", ".join(versions)}
 
 
 # ---- the page
@@ -274,8 +267,8 @@ def report(results: Path, page: Path) -> None:
         cpu = newest.get((False, check), {"rows": []})["rows"]
         tables["on a CPU"] = {what: f"{found}, {near}" for what, found, near in cpu}
         text += "\n".join(section(record, tables)) + "\n"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}{END}{rest.split(END)[1]}")
+    before, _, after = re.split(f"{BEGIN}|{END}", page.read_text())
+    page.write_text(f"{before}{BEGIN}\n\n{text}{END}{after}")
 
 
 def section(record: dict, tables: dict[str, dict[str, str]]) -> Iterator[str]:

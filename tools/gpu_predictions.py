@@ -28,6 +28,7 @@ QWEN3_8B = dict(zip(WIDTHS, (151936, 4096, 12288, 32, 8, 128), strict=True)) | {
 QWEN3_8B |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
 SLACK = 6 * GIB  # left free beside what `plan` counts: gaps of the allocator, and what libraries take
 GROUP, MICRO_BATCH = 8, 9216
+RECOMPUTE = ("granularity=full", "method=uniform", "num_layers=1")
 ONE_RANK, SHARES = Layout(1, 1, 1, 1, 1, 1), Efficiency()
 LOGPROBS = 4096, 151936, 4096  # tokens, vocabulary, hidden size
 OFFLOADED = QWEN3_8B | {"num_hidden_layers": 2, "vocab_size": 8192}  # 5 GiB to pin, at a second a GB
@@ -49,20 +50,16 @@ class Case:
         return f"{GROUP} x {self.prompt:,} + {self.response}, prompts {'shared' if self.shared else 'apart'}{recompute}"
 
     def options(self, model: str) -> list[str]:
-        """Options of the recipe whose update is this case."""
-        given = f"""model.precision=bf16 pipo=null rollout.engine=hf
+        """Options of the recipe whose update is this case. No reference computes beside the policy."""
+        given = f"""model.path={model} model.precision=bf16 pipo=null rollout.engine=hf algorithm.kl_coefficient=0
             data.max_prompt_tokens={self.prompt} rollout.max_response_tokens={self.response}
             rollout.prompts_per_step={self.groups} rollout.group_size={GROUP} batching.micro_batch_tokens={MICRO_BATCH}
             batching.share_prompts={"auto" if self.shared else "off"}"""
-        if self.recompute:
-            given += " megatron.recompute_granularity=full megatron.recompute_method=uniform"
-            given += " megatron.recompute_num_layers=1"
-        return [f"model.path={model}", *given.split()]
+        return [*given.split(), *(f"megatron.recompute_{each}" for each in RECOMPUTE * self.recompute)]
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        alone = "algorithm.kl_coefficient=0"  # no reference computes beside the policy
-        return load(RECIPE, [*self.options("model"), alone])
+        return load(RECIPE, self.options("model"))
 
     def memory(self, s: ModelShape) -> MemoryPlan:
         return MemoryPlan(self.recipe, s, ONE_RANK)
@@ -111,8 +108,7 @@ def planned_slice(chip: Device) -> dict[str, str]:
     found = {"layers": str(s.layers)}
     for case in cases():
         (group, tokens), plan = case.computed(s), case.memory(s)
-        recompute = case.recipe.megatron.recompute_granularity
-        machine = Machine(chip, SHARES, s, ONE_RANK, False, recompute, keys=group.keys)
+        machine = Machine(chip, SHARES, s, ONE_RANK, False, "full" if case.recompute else None, keys=group.keys)
         taken = machine.passes(tokens, MICRO_BATCH, min(group.length, MICRO_BATCH), True).most
         found |= case.figures(s, chip, taken, plan.phases["training"])
     return found | {"optimizer's step": f"{machine.update(plan.state).most * 1e3:.0f} ms"}
@@ -149,8 +145,8 @@ def rehearsed(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    table = {}
-    for name in ("h100", "h200"):
-        columns = {"plan and floors": planned(DEVICES[name]), "rehearse": {"slice of Qwen3-8B": rehearsed(name)}}
-        table[name.upper()] = columns
+    table = {
+        name.upper(): {"plan and floors": planned(DEVICES[name]), "rehearse": {"slice of Qwen3-8B": rehearsed(name)}}
+        for name in ("h100", "h200")
+    }
     FILE.write_text(json.dumps(table, indent=1) + "\n")
