@@ -26,13 +26,12 @@ import psutil
 import torch
 from gpu_kit import MISSING, ROOT
 from gpu_predictions import FREED, GROUP, LOGPROBS, MICRO_BATCH, OFFLOADED, QWEN3_8B, WIDTHS, Case, cases, depth
-from setups import actor_of, arithmetic, qwen3, seconds
+from setups import actor_of, arithmetic, fastest, qwen3, seconds, update_of
 from shared_prompts import batch_of
 from torch.distributions import Categorical
 from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.__main__ import main as megatron_rft_command
-from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import checksum
@@ -41,8 +40,6 @@ from megatron_rft.inference.process import EngineProcess
 from megatron_rft.megatron import parallel, spec, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
-from megatron_rft.objectives.base import counts
-from megatron_rft.objectives.sft import SFT
 from megatron_rft.plan.devices import DEVICES, GIB
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
@@ -65,14 +62,6 @@ def bound(value: float, limit: float, what: str) -> Row:
     return what, f"{value:.2e}", f"<= {limit:.0e}"
 
 
-def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
-    """Return the seconds of the fastest of some runs after a warm-up, and the peak of allocated bytes, 0 on a CPU."""
-    if GPU:
-        torch.cuda.reset_peak_memory_stats()
-    times = [seconds(work) for _ in range(repeats + 1)]
-    return min(times[1:]), torch.cuda.max_memory_allocated()
-
-
 def random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     return [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
 
@@ -86,13 +75,13 @@ def ceilings() -> Iterator[Row]:
         yield "device", NAME, f"{torch.cuda.mem_get_info()[1] / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     size, dtype = (8192, torch.bfloat16) if LARGE else (1024, torch.float32)
     a, b = random((size, size), (size, size), dtype=dtype)
-    yield "matrix product", f"{2 * size**3 / measure(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
+    yield "matrix product", f"{2 * size**3 / fastest(lambda: a @ b, 5)[0] / 1e12:.2f} TFLOP/s", str(dtype)
     there, other = torch.empty(2, (4 << 30) if LARGE else (64 << 20), dtype=torch.uint8, device=DEVICE)
     here = torch.empty(len(there) // 4, dtype=torch.uint8, pin_memory=GPU)  # pinning takes a second a GB
     part = there[: len(here)]
     for name, to, source in (("on", other, there), ("to", part, here), ("from", here, part)):
         passes, beside = (2, "bytes read and written") if name == "on" else (1, "pinned memory")
-        rate = passes * len(source) / measure(partial(to.copy_, source, non_blocking=True))[0]
+        rate = passes * len(source) / fastest(partial(to.copy_, source, non_blocking=True))[0]
         yield f"copy {name} the device", f"{rate / 1e9:.1f} GB/s", beside
 
 
@@ -118,16 +107,16 @@ def logprobs_in_float64() -> Iterator[Row]:
 
 def logprob_speed() -> Iterator[Row]:
     hidden, weight, targets = logprob_arguments(torch.bfloat16 if GPU else torch.float32, LOGPROBS[2] if LARGE else 64)
-    product = measure(lambda: hidden @ weight.t())[0] * 1e3
+    product = fastest(lambda: hidden @ weight.t())[0] * 1e3
     hidden.requires_grad_(), weight.requires_grad_()
     logits = len(hidden) * len(weight) * hidden.element_size() / 2**20
     for block in (16, 64, 256, 1024) if LARGE else (4, 16):
         options = {"vocab_size": len(weight), "block_bytes": block << 20}
         forward = partial(logprobs_and_entropy, hidden, weight, targets, **options)
         before = torch.cuda.memory_allocated()
-        whole, peak = measure(lambda forward=forward: torch.autograd.grad(forward()[0].sum(), (hidden, weight)))
+        whole, peak = fastest(lambda forward=forward: torch.autograd.grad(forward()[0].sum(), (hidden, weight)))
         with torch.no_grad():
-            alone, _ = measure(forward)
+            alone, _ = fastest(forward)
         yield f"block {block} MiB: forward", f"{alone * 1e3:.1f} ms", f"one product takes {product:.1f} ms"
         yield f"block {block} MiB: forward + backward", f"{whole * 1e3:.1f} ms", f"four: {4 * product:.1f} ms"
         yield f"block {block} MiB: peak memory", f"{(peak - before) / 2**20:.0f} MiB", f"logits alone {logits:.0f} MiB"
@@ -158,7 +147,7 @@ def gradients(kind: str, precision: str) -> dict[str, torch.Tensor]:
     """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
     config, batch = MODELS[kind], sequences(kind == "shared prompts")
     actor = actor_of(config, weights.random_tensors(config, 0), precision, 4096, megatron=ATTENTION)
-    loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
+    loss = actor.backward(*update_of(batch))["loss"]
     with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
         found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
     return {**found, "loss": torch.tensor([loss])}
@@ -208,14 +197,13 @@ def slice_actor(model: dict, precision: str) -> Actor:
     return actor_of(config, lookup, precision, MICRO_BATCH // SHORTER, megatron=ATTENTION)
 
 
-def update_of(actor: Actor, case: Case) -> tuple[Batch, Callable, dict]:
+def update_as(case: Case, actor: Actor) -> tuple[Batch, Callable, dict]:
     """Set the actor as the case has it. Returns the arguments of its update."""
     actor.layout = dataclasses.replace(actor.layout, share_prompts=case.shared)
     actor.config.recompute_granularity = "full" if case.recompute else None
     actor.config.recompute_method, actor.config.recompute_num_layers = "uniform", 1
     tokens = case.groups * GROUP * (case.prompt + case.response)
-    batch = batch_of(case.prompt, GROUP, case.response, actor.hf_config.vocab_size, tokens)
-    return batch, SFT(Options()).loss, counts(batch)
+    return update_of(batch_of(case.prompt, GROUP, case.response, actor.hf_config.vocab_size, tokens))
 
 
 def speed(precision: str, mixture: str = "") -> Iterator[Row]:
@@ -228,7 +216,7 @@ def speed(precision: str, mixture: str = "") -> Iterator[Row]:
     actor, s = slice_actor(model, precision), ModelShape(model)
     yield "layers", str(layers), f"{s.whole() / 1e9:.2f} G parameters, {precision}"
     chosen = [case for case in cases(SHORTER) if not (fused and case.recompute)]
-    update = update_of(actor, chosen[0])  # before all: the peaks are then those of a run, which has its moments
+    update = update_as(chosen[0], actor)  # before all: the peaks are then those of a run, which has its moments
     times = [seconds(partial(actor.apply, actor.backward(*update), learning_rate=1e-6)) for _ in range(2)]
     yield "optimizer's step", f"{min(times) * 1e3:.0f} ms", "of two, gradients clipped"
     for case in chosen:
@@ -238,7 +226,7 @@ def speed(precision: str, mixture: str = "") -> Iterator[Row]:
 def passes(actor: Actor, case: Case, s: ModelShape) -> Iterator[Row]:
     plan = f"plan {case.memory(s).phases['training'] / GIB:.1f} GiB"
     try:
-        taken, peak = measure(partial(actor.backward, *update_of(actor, case)), 2)
+        taken, peak = fastest(partial(actor.backward, *update_as(case, actor)), 2)
     except RuntimeError as error:  # out of memory is one; the other cases are still worth their time
         broken.append(f"{case}: {error}")
         yield f"{case}: peak memory", str(error).partition(". ")[0], plan
@@ -250,7 +238,7 @@ def passes(actor: Actor, case: Case, s: ModelShape) -> Iterator[Row]:
 def offload() -> Iterator[Row]:
     """Check that every bit of the optimizer's state comes back from the host, and yield times and freed memory."""
     actor = slice_actor(OFFLOADED | SMALL, "bf16")
-    step = partial(actor.step, *update_of(actor, cases(SHORTER)[0]), learning_rate=1e-6)
+    step = partial(actor.step, *update_as(cases(SHORTER)[0], actor), learning_rate=1e-6)
     step()
     state, sums = actor.training_state, [checksum(tensor) for tensor in actor.optimizer.tensors()]
     held = torch.cuda.memory_allocated()
@@ -283,7 +271,7 @@ def engine_process() -> Iterator[Row]:
             taken.append(weight_sync.send(tensors.items(), engine, version)["sync/seconds"])
         yield "bits that differ after 3 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
         size, pairs = pushed["sync/bytes"] / 1e9, [(torch.empty_like(tensor), tensor) for tensor in tensors.values()]
-        copy, _ = measure(lambda: [to.copy_(tensor) for to, tensor in pairs])
+        copy, _ = fastest(lambda: [to.copy_(tensor) for to, tensor in pairs])
         yield "a sync", f"{size / min(taken[1:]):.1f} GB/s", f"{size:.2f} GB; copied in one process {size / copy:.1f}"
         engine.process.kill()
         engine.start()

@@ -17,8 +17,12 @@ from transformers.utils.logging import set_verbosity_error  # noqa: E402
 
 from examples.quickstart import arithmetic  # noqa: E402, F401  the scripts import it from here
 from megatron_rft.config import Batching, Megatron  # noqa: E402
+from megatron_rft.config.algorithms.offline import SFT as Options  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.megatron.actor import Actor  # noqa: E402
+from megatron_rft.objectives.base import counts  # noqa: E402
+from megatron_rft.objectives.sft import SFT  # noqa: E402
+from megatron_rft.records import Batch  # noqa: E402
 
 set_verbosity_error()
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -82,6 +86,11 @@ def actor_of(
     return actor
 
 
+def update_of(batch: Batch) -> tuple[Batch, Callable, dict[str, float]]:
+    """Return the arguments of `Actor.step` for supervised fine-tuning on a batch."""
+    return batch, SFT(Options()).loss, counts(batch)
+
+
 def seconds(work: Callable[[], object]) -> float:
     """Return the processor seconds of a call, which exclude other load; on a GPU the seconds until its kernels end."""
 
@@ -94,6 +103,14 @@ def seconds(work: Callable[[], object]) -> float:
     begin = clock()
     work()
     return clock() - begin
+
+
+def fastest(work: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
+    """Return the `seconds` of the fastest of some calls after a warm-up, and a GPU's peak of allocated bytes."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    times = [seconds(work) for _ in range(repeats + 1)]
+    return min(times[1:]), torch.cuda.max_memory_allocated()
 
 
 def set_threads(count: int) -> None:

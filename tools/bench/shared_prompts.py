@@ -15,12 +15,9 @@ import dataclasses
 import json
 
 import torch
-from setups import SIZES, actor_like, hf_model, qwen3, seconds, set_threads
+from setups import SIZES, actor_like, hf_model, qwen3, seconds, set_threads, update_of
 
-from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.megatron import parallel
-from megatron_rft.objectives.base import counts
-from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
 SMALLEST = "--size 1m --shapes 8x2x4 --tokens 32 --steps 1"  # tests/bench
@@ -73,11 +70,8 @@ def measure(size: str, shape: str, args: argparse.Namespace) -> dict:
     batch = batch_of(prompt, group, response, config.vocab_size, args.tokens)
     actor = actor_like(hf_model(config, args.precision), args.precision, micro_batch_tokens=int(batch.lengths.sum()))
     layouts = {side: dataclasses.replace(actor.layout, share_prompts=side == "shared") for side in ("apart", "shared")}
-    objective, count = SFT(Options()), counts(batch)
-    work = {
-        "logprobs": lambda: actor.outputs(batch, LOGPROBS),
-        "training": lambda: actor.step(batch, objective.loss, count),
-    }
+    update = update_of(batch)
+    work = {"logprobs": lambda: actor.outputs(batch, LOGPROBS), "training": lambda: actor.step(*update)}
     row = {"shape": shape, "groups": len(batch) // group}
     row["arithmetic"] = operations(size, prompt, group, response, False) / operations(
         size, prompt, group, response, True

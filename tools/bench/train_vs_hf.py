@@ -17,13 +17,10 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
-from setups import ADAMW, DTYPES, SIZES, actor_like, hf_model, qwen3, set_threads
+from setups import ADAMW, DTYPES, SIZES, actor_like, fastest, hf_model, qwen3, set_threads, update_of
 from transformers import AutoModelForCausalLM
 
-from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.megatron import parallel
-from megatron_rft.objectives.base import counts
-from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
 SMALLEST = "--sizes 1m --sequences 2 --length 16 --steps 1"  # tests/bench
@@ -59,9 +56,8 @@ def hf_step(model, ids):
 
 
 def our_step(actor, ids):
-    batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
-    objective, count = SFT(Options()), counts(batch)
-    return lambda: actor.step(batch, objective.loss, count)["loss"]
+    update = update_of(Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist()))
+    return lambda: actor.step(*update)["loss"]
 
 
 def products(model, tokens: int) -> float:
@@ -73,12 +69,7 @@ def products(model, tokens: int) -> float:
 
 def _product(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> float:
     x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((tokens, columns), (rows, columns), (tokens, rows)))
-    times = []
-    for _ in range(3):
-        begin = time.process_time()
-        x @ weight.t(), grad @ weight, grad.t() @ x
-        times.append(time.process_time() - begin)
-    return min(times)
+    return fastest(lambda: (x @ weight.t(), grad @ weight, grad.t() @ x))[0]
 
 
 def compare(size: str | None, args: argparse.Namespace) -> dict:
