@@ -6,6 +6,7 @@ gpu_kit.py starts it. Exit status 77: something that the check needs is not here
 """
 
 import dataclasses
+import faulthandler
 import importlib.util
 import itertools
 import json
@@ -296,8 +297,9 @@ def main(function: str, *given: str) -> int:
     """Do a check. Returns the exit status."""
     *given, name, folder = given
     print(json.dumps(("imports", f"{time.time() - psutil.Process().create_time():.1f} s", "")), flush=True)
-    if not sys.stdin.readline():  # the check imports before its turn
+    if not (end := sys.stdin.readline()):  # the check imports before its turn
         return 1  # which never comes: the call was killed
+    faulthandler.dump_traceback_later(max(1, float(end) - time.monotonic() - 1))  # where it is just before it is killed
     library = name.split()[0].strip(":")
     if not {"TE": spec.has_transformer_engine(), "vLLM": importlib.util.find_spec("vllm")}.get(library, True):
         print(f"{library} is not installed, or no GPU is here")

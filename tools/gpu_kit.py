@@ -197,16 +197,17 @@ def unpack(packages: Path, site: Path) -> dict[str, str]:
     sys.path.insert(0, str(site))  # where `machine` looks
     paths = ":".join(map(str, (site, ROOT, ROOT / "tools" / "bench", os.environ.get("PYTHONPATH", ""))))
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | offline | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    given = {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return os.environ | offline | given
 
 
 def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
-    """Let a check begin, which has imported and waits for a line; after `seconds` it is killed with all processes that
-    it started, and what it printed counts."""
+    """Let a check begin, which has imported and waits for a line: when it will be killed, after `seconds`, with all
+    processes that it started. What it printed counts."""
     begin, code = time.monotonic(), None
     if seconds > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate("begin\n", timeout=seconds)
+            process.communicate(f"{begin + seconds}\n", timeout=seconds)
             code = process.returncode
     end_reaper(process)
     text = log.read_text(errors="replace")
@@ -214,7 +215,7 @@ def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
     known = {0: "passed", MISSING: f"not run: {text.strip().rpartition(chr(10))[2]}", None: killed}
     status = known.get(code, f"FAILED: exit status {code}")
     if status.startswith("FAILED"):
-        print(text[-3000:], flush=True)
+        print(text[-6000:], flush=True)
     return {"status": status, "seconds": round(time.monotonic() - begin, 1), "rows": [*rows(log)]}
 
 
@@ -257,16 +258,15 @@ def report(results: Path, page: Path) -> None:
     """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted and
     what its newest line of a CPU has."""
     newest = {(bool(record["device"]), record["check"]): record for record in read_json_lines(results)}
-    measured = [record for (on_gpu, _), record in newest.items() if on_gpu]
-    if not measured:
-        raise SystemExit(f"{results} has no line that was measured on a GPU: {page} stays as it is")
     predicted, text = json.loads(PREDICTED.read_text()), ""
-    for record in measured:
-        check, chip = record["check"], next((name for name in predicted if name in record["device"]), None)
+    for check, record in ((check, record) for (on_gpu, check), record in newest.items() if on_gpu):
+        chip = next((name for name in predicted if name in record["device"]), None)
         tables = {column: table.get(check, {}) for column, table in predicted.get(chip, {}).items()}
         cpu = newest.get((False, check), {"rows": []})["rows"]
         tables["on a CPU"] = {what: f"{found}, {near}" for what, found, near in cpu}
         text += "\n".join(section(record, tables)) + "\n"
+    if not text:
+        raise SystemExit(f"{results} has no line that was measured on a GPU: {page} stays as it is")
     before, _, after = re.split(f"{BEGIN}|{END}", page.read_text())
     page.write_text(f"{before}{BEGIN}\n\n{text}{END}{after}")
 

@@ -19,7 +19,7 @@ from megatron_rft.utils.processes import started
 from tests.integration.tiny import wait_until
 from tools import gpu_kit, gpu_predictions
 
-ROW = """input(); print('["a", "1 ms", "floor 2 ms"]', flush=True)"""
+ROW = """end = float(input()); print('["a", "1 ms", "floor 2 ms"]', flush=True)"""
 
 
 def called(tmp_path: Path, limit: float, packages: str = "none", **checks: tuple[float, str]) -> dict[str, dict]:
@@ -34,13 +34,14 @@ def statuses(results: dict[str, dict]) -> list[str]:
 
 def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
     left = tmp_path / "left"
-    child = f"import subprocess, time; {ROW}; pid = subprocess.Popen(['sleep', '600']).pid; open({str(left)!r}, 'w')"
+    child = f"import faulthandler, subprocess, time; {ROW}; pid = subprocess.Popen(['sleep', '600']).pid; "
+    where = "faulthandler.dump_traceback_later(max(0.1, end - time.monotonic() - 1)); time.sleep(600)"
     found = called(
         tmp_path,
         330,
         fails=(99, f"{ROW}; raise SystemExit(3)"),
         dies=(99, f"import os; {ROW}; print('[1, '); os.kill(os.getpid(), 9)"),
-        hangs=(9, f"{child}.write(str(pid)); time.sleep(600)"),
+        hangs=(9, f"{child}open({str(left)!r}, 'w').write(str(pid)); {where}"),
         lacks=(300, f"{ROW}; print('no vllm'); raise SystemExit({gpu_kit.MISSING})"),
         passes=(0.1, ROW),
     )
@@ -48,8 +49,9 @@ def test_checks_that_fail_die_and_hang_do_not_stop_the_next(tmp_path, capsys):
     assert found["hangs"]["status"].startswith("FAILED: killed after ")
     assert statuses(found)[3:] == ["not run: no vllm", "passed"]  # with time that others left
     assert all(each["rows"] == [["a", "1 ms", "floor 2 ms"]] for each in found.values())
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert printed == [*found.values()]
+    out = capsys.readouterr().out
+    assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == [*found.values()]
+    assert "most recent call first" in out  # of the one that hangs
     assert wait_until(lambda: not started(int(left.read_text())), seconds=60)  # the third one's process has ended, too
 
 
