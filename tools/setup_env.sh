@@ -51,8 +51,8 @@ _activate() {
             echo "Python 3.11 or newer is needed; python3 is $(python3 --version)" >&2
             return 1
         }
-        # pip is the last thing in it: one that was broken off is made again
-        [ -x "$1/.venv/bin/pip" ] || python3 -m venv "$1/.venv" || return 1
+        # pip is the last thing in it: one that was broken off is made again. That of Python 3.11 takes twice as long.
+        [ -x "$1/.venv/bin/pip" ] || PIP_QUIET=2 python3 -m venv --upgrade-deps "$1/.venv" || return 1
         VIRTUAL_ENV="$1/.venv"
         export VIRTUAL_ENV
     fi
