@@ -45,6 +45,16 @@ def segment_ids(lens: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
 
 
+def offsets(lens: Tensor) -> Tensor:
+    """(3, 2) -> (0, 1, 2, 0, 1)"""
+    return torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens)[segment_ids(lens)]
+
+
+def indices(starts: Tensor, lens: Tensor) -> Tensor:
+    """The places of segments that begin at `starts`: (10, 20), (3, 2) -> (10, 11, 12, 20, 21)."""
+    return starts[segment_ids(lens)] + offsets(lens)
+
+
 def send(values: Tensor, device: torch.device) -> Tensor:
     """`values` on a device. The copy to a GPU is asynchronous, from pinned memory."""
     if device.type != "cuda" or not values.is_cpu:
@@ -59,10 +69,7 @@ def like(values: Tensor, other: Tensor) -> Tensor:
 
 def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
     """The segments `index` of `values` (segments of lengths `lens`, end to end), in that order."""
-    starts = lens.cumsum(0) - lens
-    chosen = lens[index]
-    offsets = torch.arange(int(chosen.sum())) - torch.repeat_interleave(chosen.cumsum(0) - chosen, chosen)
-    return values[torch.repeat_interleave(starts[index], chosen) + offsets]
+    return values[indices((lens.cumsum(0) - lens)[index], lens[index])]
 
 
 class Support(NamedTuple):
@@ -245,7 +252,7 @@ class Batch:
         ids = torch.empty_like(number)
         of_first = torch.isin(number, first)
         ids[of_first], ids[~of_first] = self.prompt_ids, self.response_ids[prompts]
-        number = torch.arange(len(lens)) - first.repeat_interleave(counts)
+        number = offsets(counts)
         images = self.images.repeat_interleave(counts)
         images = torch.where(images >= SHOWN, images + number, images.where(number == 0, -1))
         sequences = {"images": images} if "images" in self.sequences else {}
@@ -343,11 +350,9 @@ class Batch:
 
 def concatenate(batches: list[Batch]) -> Batch:
     """One batch of all sequences, in order. All batches must have the same named values; `scalars` are summed."""
-    return _concatenated(batches) if len(batches) > 1 else batches[0]
-
-
-def _concatenated(batches: list[Batch]) -> Batch:
     first = batches[0]
+    if len(batches) == 1:
+        return first
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
     if any(batch.segment_of is not None for batch in batches):

@@ -108,7 +108,10 @@ class Rehearsal:
     def stage(self, number: int, worker: Worker) -> Stage:
         """Rehearse the first rank of a pipeline stage."""
         rank = number * (self.layout.world // self.layout.pp)
-        found = worker.rehearse(self._question(rank, self._micro_batches(number)))
+        names = ("recipe", "overrides", "device", "fraction", "training_only")
+        given = {name: getattr(self.args, name) for name in names} | {"node": self.args.gpus_per_node}
+        given |= {"world": self.layout.world, "rank": rank, "micro_batches": self._micro_batches(number)}
+        found = worker.rehearse(given)
         stage = Stage(number, self.layout.pp, self.layout.vpp or 1, rank, found)
         took = f"{found['seconds']:.0f} s, {found['rss'] / GIB:.1f} GiB of this machine's memory"
         print(f"{stage.name}: rank {rank} rehearsed in {took}", flush=True)
@@ -121,11 +124,6 @@ class Rehearsal:
         if layout.vpp:  # the interleaved schedule requires a multiple of the pipeline's length
             count = -(-max(count, 2 * layout.pp) // layout.pp) * layout.pp
         return count
-
-    def _question(self, rank: int, micro_batches: int) -> dict[str, Any]:
-        names = ("recipe", "overrides", "device", "fraction", "training_only")
-        given = {name: getattr(self.args, name) for name in names} | {"node": self.args.gpus_per_node}
-        return given | {"world": self.layout.world, "rank": rank, "micro_batches": micro_batches}
 
     def check_fits(self, stages: list[Stage]) -> str:
         """A line with the memory that is left.

@@ -116,10 +116,9 @@ def whole_sequences(config: Any) -> str:
 
 def _rotary(c: Any) -> list[str]:
     found, latent = rope(c), family_of(c).latent
-    kind, refused = found["rope_type"], []
-    for each in dict.fromkeys((kind, rope(c, "sliding_attention")["rope_type"])):
-        if each not in ROPE_TYPES:
-            refused.append(f"rope_type {each!r} (only {', '.join(ROPE_TYPES)})")
+    kind = found["rope_type"]
+    kinds = dict.fromkeys((kind, rope(c, "sliding_attention")["rope_type"]))
+    refused = [f"rope_type {each!r} (only {', '.join(ROPE_TYPES)})" for each in kinds if each not in ROPE_TYPES]
     scales = found.get("mscale"), found.get("mscale_all_dim")
     if kind == "yarn" and latent and (not scales[0] or scales[0] != scales[1]):  # else q and k are scaled in part
         refused.append(f"mscale {scales[0]} with mscale_all_dim {scales[1]} (only equal ones)")

@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rft.megatron.images import Images, Seen
-from megatron_rft.records import Batch, Support, segment_ids, send, take_segments
+from megatron_rft.records import Batch, Support, indices, offsets, segment_ids, send, take_segments
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,9 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     if cp_size == 1:
         return torch.arange(int(lengths.sum()))
     assert not (lengths % (2 * cp_size)).any(), f"{lengths.tolist()} tokens over {cp_size} context-parallel ranks"
-    parts = []
-    for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
-        chunk = length // (2 * cp_size)
-        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    return torch.cat(parts)
+    starts, sizes = lengths.cumsum(0) - lengths, lengths // (2 * cp_size)
+    own = [starts + index * sizes for index in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+    return indices(torch.stack(own, 1).flatten(), sizes.repeat_interleave(2))
 
 
 def pack(
@@ -250,28 +247,28 @@ class _Cells:
     def fed(self) -> tuple[Tensor, Tensor]:
         """[fed response tokens] the cell and the sequence of each."""
         lens = fed_lens(self.batch)
-        return _cells(self.responses, lens), segment_ids(lens)
+        return indices(self.responses, lens), segment_ids(lens)
 
     def fill(self) -> tuple[Tensor, Tensor]:
         """Return [total] token ids and [total] position ids, 0 in padding."""
         batch, lens = self.batch, fed_lens(self.batch)
         tokens, positions = (torch.zeros(self.total, dtype=torch.long) for _ in range(2))
-        prompt, (response, _) = _cells(self.prompts, self.prompt_lens), self.fed
+        prompt, (response, _) = indices(self.prompts, self.prompt_lens), self.fed
         tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, self.first)
-        tokens[response] = batch.response_ids[_cells(batch.response_lens.cumsum(0) - batch.response_lens, lens)]
-        positions[prompt] = _offsets(self.prompt_lens)
-        positions[response] = _cells(batch.prompt_lens, lens)
+        tokens[response] = batch.response_ids[indices(batch.response_lens.cumsum(0) - batch.response_lens, lens)]
+        positions[prompt] = offsets(self.prompt_lens)
+        positions[response] = indices(batch.prompt_lens, lens)
         return tokens, positions
 
     def of(self, number: int) -> Tensor:
         """[n] the cells of a sequence: its prompt's, then its fed response tokens'."""
         starts = torch.stack([self.prompts[self.groups[number]], self.responses[number]])
-        return _cells(starts, torch.stack([self.batch.prompt_lens[number], fed_lens(self.batch)[number]]))
+        return indices(starts, torch.stack([self.batch.prompt_lens[number], fed_lens(self.batch)[number]]))
 
     def uses(self) -> Tensor:
         """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""
         uses = torch.zeros(self.total, dtype=torch.long)
-        uses[_cells(self.prompts, self.prompt_lens)] = self.groups.bincount().repeat_interleave(self.prompt_lens)
+        uses[indices(self.prompts, self.prompt_lens)] = self.groups.bincount().repeat_interleave(self.prompt_lens)
         uses[self.fed[0]] = 1
         return uses
 
@@ -293,17 +290,7 @@ class _Cells:
         """Return [R]: the cell whose hidden state predicts each response token: the cell of the token before it."""
         lens = self.batch.response_lens
         ends = (self.prompts[self.groups] + self.batch.prompt_lens - 1)[self.batch.sequence_ids]
-        return torch.where(_offsets(lens) == 0, ends, _cells(self.responses - 1, lens))
-
-
-def _offsets(lens: Tensor) -> Tensor:
-    """(3, 2) -> (0, 1, 2, 0, 1)"""
-    return torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens)[segment_ids(lens)]
-
-
-def _cells(starts: Tensor, lens: Tensor) -> Tensor:
-    """Return the cells of segments that begin at `starts`: (10, 20), (3, 2) -> (10, 11, 12, 20, 21)."""
-    return starts[segment_ids(lens)] + _offsets(lens)
+        return torch.where(offsets(lens) == 0, ends, indices(self.responses - 1, lens))
 
 
 def _padded_lengths(lengths: Tensor, layout: PackLayout) -> Tensor:

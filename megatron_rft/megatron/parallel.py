@@ -76,7 +76,8 @@ def _counted(method: Callable, operation: str) -> Callable:
 
 
 def _add_group(group: dist.ProcessGroup, key: str, ends: tuple[int, ...]) -> None:
-    if not (ranks := _ranks(group)):
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
+    if not (ranks := sorted(known, key=known.__getitem__)):  # torch.distributed does not know it: an engine's
         return
     label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
     name = f"{key} {label}".strip()
@@ -84,12 +85,6 @@ def _add_group(group: dist.ProcessGroup, key: str, ends: tuple[int, ...]) -> Non
         ranks = [ranks[end] for end in ends]
         name = f"{group.group_name} from {ranks[0]} to {ranks[1]}"
     here.add_group(key, name, shortened(ranks))
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    """The global ranks of a group; empty for one that torch.distributed does not know, such as those of an engine."""
-    known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
-    return sorted(known, key=known.__getitem__)
 
 
 def _waiting(wait: Callable) -> Callable:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.advantages import at_turn_ends, gae, whiten, without_turns
-from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update
+from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch, like
@@ -48,7 +48,7 @@ class PPO(PolicyGradient):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         advantages, returns = self._credit(batch)
         batch = batch.with_tokens(advantages=advantages, returns=returns)
-        updates = [self._value_update(batch)]
+        updates = [self.update("value", batch, self.value_loss, frozenset({"values"}), model="critic")]
         if state["steps"] >= self.critic.warmup_steps:
             updates.append(self.policy_update(batch))
         return Prepared(updates, {"steps": state["steps"] + 1}, self.batch_metrics(batch))
@@ -73,9 +73,6 @@ class PPO(PolicyGradient):
         if self.options.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
         return advantages, returns
-
-    def _value_update(self, batch: Batch) -> Update:
-        return self.update("value", batch, self.value_loss, frozenset({"values"}), model="critic")
 
     def value_loss(self, outputs: Outputs, batch: Batch) -> Loss:
         values = outputs["values"]

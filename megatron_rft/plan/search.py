@@ -69,12 +69,11 @@ class Search:
         r, batching = self.recipe, self.recipe.batching
         length = min(group.length, batching.micro_batch_tokens)
         online = r.trainer == "rl"
-        updates, epochs = 1, 1
         if online:
             prompts, epochs = r.rollout.prompts_per_step, r.algorithm.epochs
             sequences, updates = prompts * r.rollout.group_size, r.algorithm.mini_batches(prompts)
         else:
-            sequences = r.algorithm.batch_sequences
+            sequences, updates, epochs = r.algorithm.batch_sequences, 1, 1
         tokens = sequences / group.count * group.tokens
         train = machine.passes(tokens / updates, batching.micro_batch_tokens, length, True) + machine.update(state)
         total = train * (updates * epochs)

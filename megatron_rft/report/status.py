@@ -27,15 +27,10 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     if not (folder / METRICS_FILE).is_file() and (folder / RECIPE).is_file() and (folder / "launch").is_dir():
         return [f"{folder}: no step has finished yet", *state]
     run = read(folder)
-    finished = _finished(run)
+    export = folder / "export"  # of a run that goes on with more steps it is older than the last step
+    finished = bool(run.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
     state = [] if finished else state
     return [_head(run, finished, lives, now), *_numbers(run), *state, *_checkpoints(folder), *_notes(folder)]
-
-
-def _finished(run: RecordedRun) -> bool:
-    """Whether the model was exported after the last step. A run that goes on with more steps has an older export."""
-    export = run.folder / "export"
-    return bool(run.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
 
 
 def _last(run: RecordedRun) -> dict[str, Any]:

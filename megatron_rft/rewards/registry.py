@@ -8,21 +8,18 @@ from megatron_rft.rewards.base import Reward
 
 
 def build(section: RewardOptions) -> Reward:
-    """The reward of a recipe's section: its class gets the options of its kind, under their names."""
+    """The reward of a recipe's section: its class gets the options of its kind, under their names, with
+    sections inside them built as rewards."""
     module, _, name = REWARDS[section.kind][1].rpartition(".")
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
-    own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
-    reward = make(**{option: _option(section, option) for option in own})
-    reward.max_error_share = section.max_error_share
-    return reward
-
-
-def _option(section: RewardOptions, name: str) -> Any:
-    """Return an option's value, with sections inside it built as rewards."""
-    if name == "parts":
+    names = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
+    own: dict[str, Any] = {name: getattr(section, name) for name in names}
+    if "parts" in own:
         from megatron_rft.rewards.combine import Term
 
-        return [Term(part.name or part.kind, build(part), part.weight, part.shaping) for part in section.parts]
-    if name == "kinds":
-        return {row: build(each) for row, each in section.kinds.items()}
-    return getattr(section, name)
+        own["parts"] = [Term(each.name or each.kind, build(each), each.weight, each.shaping) for each in own["parts"]]
+    if "kinds" in own:
+        own["kinds"] = {row: build(each) for row, each in own["kinds"].items()}
+    reward = make(**own)
+    reward.max_error_share = section.max_error_share
+    return reward

@@ -347,10 +347,6 @@ def masks(responses: list[Response]) -> dict[str, Tensor]:
     ends = torch.tensor([len(response.token_ids) for response in responses]).cumsum(0).tolist()
     if not any(response.turns for response in responses):
         return {"response_mask": torch.ones(ends[-1] if ends else 0)}
-    return _of_turns(responses, ends)
-
-
-def _of_turns(responses: list[Response], ends: list[int]) -> dict[str, Tensor]:
     mask, rewards = torch.zeros(ends[-1]), torch.zeros(ends[-1])
     for response, end in zip(responses, ends, strict=True):
         start = end - len(response.token_ids)
@@ -371,6 +367,7 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
     finished = [rollout.response.finish_reason == "stop" for rollout in rollouts]
     played = [rollout.response for rollout in rollouts if rollout.response.turns]
     spreads = [each.std(correction=0).item() for each in by_group if len(each) > 1]
+    kept = None if batch.support_lens is None else batch.support_lens[batch.response_mask > 0].float()
     return {
         "reward/mean": rewards.mean().item(),
         **({"reward/group_std": sum(spreads) / len(spreads)} if spreads else {}),
@@ -382,11 +379,7 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
         "response/length_max": lengths.max().item(),
         "response/finished": sum(finished) / len(finished),
         "tokens/generated": lengths.sum().item(),
-        **(
-            {}
-            if batch.support_lens is None
-            else {"rollout/support": batch.support_lens[batch.response_mask > 0].float().mean().item()}
-        ),
+        **({} if kept is None else {"rollout/support": kept.mean().item()}),
         **(of_episodes(played, rollouts) if played else {}),
     }
 

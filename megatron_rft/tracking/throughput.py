@@ -10,8 +10,9 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -95,13 +96,10 @@ def take_memory_peak() -> float:
         torch.cuda.reset_peak_memory_stats()
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-    try:
-        with open("/proc/self/status") as status:
-            peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # resets VmHWM
-    except (OSError, StopIteration):
-        pass
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     return peak
 
 

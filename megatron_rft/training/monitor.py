@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.routers import Routers
-from megatron_rft.records import Batch
 from megatron_rft.tracking.observer import Observer, Trained
 from megatron_rft.tracking.progress import SLOWER
 from megatron_rft.tracking.throughput import Phases
@@ -185,21 +184,19 @@ class NonFiniteGuard(Observer):
     def trained(self, step: Trained) -> None:
         in_a_row, in_all = self.skipped
         self.skipped = (in_a_row + 1, in_all + 1) if step.metrics["skipped"] else (0, in_all)
-        if self.skipped[0] > self.bound:
-            self._fail(step.metrics, step.mini_batch, step.number)
+        if self.skipped[0] <= self.bound:
+            return
+        metrics, path = step.metrics, self.output_dir / f"failed_batch_step_{step.number:06d}.safetensors"
+        if dist.get_rank() == 0:
+            save_file(step.mini_batch.state_dict(), path)
+        raise RunFailed(
+            f"step {step.number}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite "
+            f"{self.skipped[0]} times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in "
+            f"{path}; the newest checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
+        )
 
     def end_of_step(self, step: int, metrics: Metrics) -> None:
         metrics["faults/skipped_steps"] = self.skipped[1]
-
-    def _fail(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
-        path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
-        if dist.get_rank() == 0:
-            save_file(batch.state_dict(), path)
-        raise RunFailed(
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.skipped[0]} "
-            f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
-            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
-        )
 
 
 class Stragglers(Observer):

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import suppress
 
 GLOO = "GLOO_SOCKET_IFNAME"
 OUTSIDE = "192.0.2.1"  # reserved for documentation: its route is the default route
@@ -26,20 +27,17 @@ def _is_loopback(address: str | None) -> bool:
 
 
 def _address_of(name: str) -> str | None:
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(name)
-    except OSError:
-        return None
+    return None
 
 
 def _address_towards(other: str) -> str | None:
     """The address of this machine from which packets to `other` would be sent; none is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((other, 9))
-        except OSError:
-            return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((other, 9))
         return probe.getsockname()[0]
+    return None
 
 
 def _interface_of(address: str) -> str | None:

@@ -33,7 +33,7 @@ from megatron_rft.objectives.base import (
     sequence_means,
     sequence_sums,
 )
-from megatron_rft.records import OPTIONAL, Batch, concatenate, segment_ids, send
+from megatron_rft.records import OPTIONAL, Batch, concatenate, offsets, segment_ids, send
 
 
 def constrained_lens(batch: Batch) -> Tensor:
@@ -67,8 +67,7 @@ def on_response_tokens(values: Tensor, batch: Batch) -> Tensor:
 
 def _first(lens: Tensor, wanted: Tensor) -> Tensor:
     """A mask of the first `wanted` tokens of each segment. (3, 2), (1, 2) -> 1 0 0 1 1."""
-    ids = segment_ids(lens)
-    return torch.arange(len(ids)) - (lens.cumsum(0) - lens)[ids] < wanted[ids]
+    return offsets(lens) < wanted[segment_ids(lens)]
 
 
 def joined(batch: Batch) -> Batch:
