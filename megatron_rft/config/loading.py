@@ -36,7 +36,8 @@ Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number (YAML 1.1 requires 1.0e-6) and a duplicate key is an error. Errors have a line."""
+    """YAML in which 1e-6 is a number (YAML 1.1 requires 1.0e-6), 010 and 1:30 are text (not 8 and 90) and a duplicate
+    key is an error. Errors have a line."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -58,9 +59,12 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text, such as the name 1e-6, that `_Loader` would read as a number."""
 
 
+BASE_8_OR_60 = re.compile(r"^[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.[\d_]*)?)$")
 FLOAT = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 for each in (_Loader, _Dumper):
     each.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+for first in "-+0123456789":  # text, before YAML 1.1 reads a number in it
+    _Loader.yaml_implicit_resolvers[first].insert(0, ("tag:yaml.org,2002:str", BASE_8_OR_60))
 
 
 def load(path: AnyRecipe, overrides: Sequence[str] = (), **sections: Any) -> Recipe:

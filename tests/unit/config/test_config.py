@@ -224,6 +224,16 @@ def test_a_key_given_twice_is_refused(recipe):
 
 def test_unreadable_recipes(tmp_path):
     assert "No such file" in refusal(tmp_path / "none.yaml")
+def test_no_number_is_read_in_another_base(recipe):
+    """010 and 1:30 are text, as they are written: 8 and 90 to YAML 1.1."""
+    loaded = load(recipe, ["run.name=010", "rollout.stop=[1:30, -0_7, 1:30.5, 0x10, 1_000, 10, 0]"])
+    assert loaded.run.name == "010" and loaded.rollout.stop == ["1:30", "-0_7", "1:30.5", 16, 1000, 10, 0]
+    assert load(recipe, [f"run.name={yaml.safe_dump('010')}"]).run.name == "010"
+    (recipe.parent / "dumped.yaml").write_text(dump(loaded))
+    assert load(recipe.parent / "dumped.yaml") == loaded
+    assert "rollout.group_size: '010' is not a whole number" in refusal(recipe, "rollout.group_size=010")
+
+
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "is not a recipe" in refusal(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("run: {steps: 3\n")
