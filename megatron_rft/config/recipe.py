@@ -123,6 +123,9 @@ class Recipe(s.Section):
     def _check(self):
         self.reward.check_alone("reward.")
         self.evaluation.unused(not self.validates, "without data.validation", "every", place="evaluation.")
+        nothing = not (self.validates or self.data.test or self.evaluation.benchmarks)
+        why = "without data.validation, data.test or evaluation.benchmarks"
+        self.evaluation.unused(nothing, why, *Evaluation.model_fields, place="evaluation.")
         if self.environment:
             self._check_environment(self.environment)
         several = self.teaching is not None and isinstance(self.teaching.teacher, dict)

@@ -168,6 +168,8 @@ class TestLoading:
         ("optimizer.min_lr=1e-7", "does nothing with lr_decay_style constant"),
         ("optimizer.sgd_momentum=0.5", "trains with Adam"),
         ("evaluation.every=5", "does nothing without data.validation"),
+        ("evaluation.samples=4", "samples: does nothing without data.validation, data.test or evaluation.benchmarks"),
+        (["trainer=sft", "evaluation.limit=4"], "evaluation.limit: does nothing without data.validation, data.test"),
         ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
         ("no-equals-sign", "is not an override"),
         ("run.steps=", "the override 'run.steps=' has no value: run.steps=null takes the default"),
