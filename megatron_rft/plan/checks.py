@@ -195,6 +195,8 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
         if shape and other and (other.vocabulary != shape.vocabulary):
             raise DataError(f"{option}: its vocabulary has {other.vocabulary} tokens, model.path's {shape.vocabulary}")
     weights = "random weights" if model.initialise == "random" else "its weights"
+    if shape and not shape.tower and model.vision == "trained":
+        raise DataError(f"model.vision: {model.path} has no vision tower to train: leave it out")
     if shape and shape.tower and (not recipe.batching.pack_sequences or model.precision == "fp8"):
         raise ConfigError("model.path: a model that reads images needs batching.pack_sequences true, and no fp8")
     source = f"{model.path} ({shape})" if shape else f"{model.path}, from the Hugging Face hub: not checked yet"

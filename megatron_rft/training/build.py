@@ -16,7 +16,6 @@ from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
 from megatron_rft.evaluation.evaluate import GradedSampler
-from megatron_rft.families.towers import sees
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
@@ -60,8 +59,6 @@ def load_model_files(
     """The tokenizer and the configuration, which must fit each other, the adapters to start from, and the teachers."""
     tokenizer, hf_config = load_tokenizer(model), load_hf_config(model)
     check_tokenizer(tokenizer, hf_config.vocab_size, model.path)
-    if model.vision == "trained" and not sees(hf_config):
-        raise DataError(f"model.vision: {model.path} has no vision tower to train: leave it out")
     for path in teaching.teachers.values() if teaching else ():
         teacher.check_tokenizer(path, tokenizer, tokenizer_folder(model))
     if lora and lora.path:

@@ -347,6 +347,7 @@ class TestPlan:
             ("data.train=/none/such.jsonl", 1, "data.train: there is no such file"),
             ("model.path=/none/model", 1, "there is no such model folder"),
             ("model.tokenizer=/none/model", 1, "model.tokenizer: there is no such"),
+            ("model.vision=trained", 1, "has no vision tower to train: leave it out"),
         ],
     )
     def test_refused(self, recipe, override, world_size, words):
