@@ -11,10 +11,13 @@ from megatron_rft.config.recipe import Recipe
 # fmt: off
 FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "run.access", "tracking.*", "checkpoint.*",
-    "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.overlap*", "optimizer.*offload*",
-    "optimizer.pin_cpu_*", "data.validation*", "data.test*", "rollout.engine", "rollout.placement", "rollout.processes",
-    "rollout.servers", "rollout.max_batch_sequences", "rollout.reserve_gib", "reward.workers", "reward.timeout_s",
-    "environment.processes", "environment.*_timeout_s", "environment.programs", "environment.host",
+    "evaluation.*", "faults.*", "batching.*", "megatron.*parallel*", "megatron.*pipeline*", "megatron.recompute_*",
+    "megatron.overlap_*", "megatron.*offload*", "megatron.*fusion", "megatron.attention_backend",
+    "megatron.moe_token_dispatcher_type", "megatron.*deepep*", "megatron.bucket_size", "megatron.cp_comm_type",
+    "megatron.distribute_saved_activations", "optimizer.overlap*", "optimizer.pin_cpu_*", "data.validation*",
+    "data.test*", "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers",
+    "rollout.max_batch_sequences", "rollout.reserve_gib", "reward.workers", "reward.timeout_s", "environment.processes",
+    "environment.*_timeout_s", "environment.programs", "environment.host",
 )
 # fmt: on
 DIGEST = re.compile(r"(session:\w+)@\w+")  # of a session's code, which another session has to give again

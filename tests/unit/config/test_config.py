@@ -224,8 +224,6 @@ def test_a_key_given_twice_is_refused(recipe):
     assert refusal(recipe.parent / "child.yaml").startswith(f"{recipe} is not valid YAML (line {line}: 'run' is given")
 
 
-def test_unreadable_recipes(tmp_path):
-    assert "No such file" in refusal(tmp_path / "none.yaml")
 def test_no_number_is_read_in_another_base(recipe):
     """010 and 1:30 are text, as they are written: 8 and 90 to YAML 1.1."""
     loaded = load(recipe, ["run.name=010", "rollout.stop=[1:30, -0_7, 1:30.5, 0x10, 1_000, 10, 0]"])
@@ -236,6 +234,8 @@ def test_no_number_is_read_in_another_base(recipe):
     assert "rollout.group_size: '010' is not a whole number" in refusal(recipe, "rollout.group_size=010")
 
 
+def test_unreadable_recipes(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "is not a recipe" in refusal(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("run: {steps: 3\n")
@@ -417,6 +417,20 @@ class TestDifference:
         lines = difference(load(recipe), load(recipe, changed))
         assert "run.seed: 0 there, 1 now" in lines and "pipo.window: null there, 4 now" in lines
         assert "optimizer.use_distributed_optimizer: true there, false now" in lines  # its checkpoints are others
+
+    @pytest.mark.parametrize(
+        "option, changed",
+        [
+            ("megatron.moe_router_bias_update_rate", "0.0 there, 0.001 now"),
+            ("megatron.grad_reduce_in_fp32", "null there, false now"),
+            ("megatron.fp8_recipe", "null there, 'mxfp8' now"),
+            ("optimizer.optimizer_cpu_offload", "null there, true now"),  # its checkpoints are others
+        ],
+    )
+    def test_what_changes_the_numbers_or_the_checkpoint_stays_on_resume(self, recipe, option, changed):
+        begun = ["model.precision=fp8", "optimizer.use_precision_aware_optimizer=true"]
+        now = changed.removesuffix(" now").rpartition(" ")[2]
+        assert difference(load(recipe, begun), load(recipe, [*begun, f"{option}={now}"])) == [f"{option}: {changed}"]
 
     def test_a_longer_run_may_not_change_the_schedule(self, recipe):
         cosine = ["optimizer.lr_decay_style=cosine"]
