@@ -2,6 +2,8 @@
 
 import inspect
 import typing
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,7 +11,8 @@ from pydantic import ValidationError
 from megatron_rft.config.algorithms.online import OwnAlgorithm
 from megatron_rft.config.messages import explain
 from megatron_rft.config.sections import Section
-from megatron_rft.objectives.base import PolicyObjective, Setting
+from megatron_rft.objectives.base import PolicyObjective, Prepared, Setting, State
+from megatron_rft.records import Batch
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
@@ -31,7 +34,14 @@ def build_objective(section: OwnAlgorithm, setting: Setting) -> PolicyObjective:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
     _check_needs(objective)
+    objective.prepare = partial(_prepared, objective.prepare)
     return objective
+
+
+def _prepared(prepare: Callable[[Batch, State], Prepared], batch: Batch, state: State) -> Prepared:
+    if isinstance(prepared := prepare(batch, state), Prepared):
+        return prepared
+    raise user_code.broken(prepare, prepared, "return Prepared(updates, state)")
 
 
 def _class(named: str) -> type[PolicyObjective]:

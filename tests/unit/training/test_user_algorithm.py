@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from megatron_rft.config import dump, load
+from megatron_rft.records import Batch
 from megatron_rft.training.online import build_objective
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import CodeError, ConfigError
 from tests.unit.config.test_config import SHAPE
 
 CODE = """
@@ -49,6 +51,21 @@ class Greedy(GRPO):
 
 class Valued(GRPO):
     needs = frozenset({"values"})
+
+class Misspelt(GRPO):
+    def advantage_(self, batch):
+        return batch.shaped_rewards
+
+class Helped(GRPO):
+    def advantage(self, batch):
+        return super().advantages(batch)
+
+    def advantages(self, batch):
+        return self.advantage(batch)
+
+class Forgetful(GRPO):
+    def prepare(self, batch, state):
+        super().prepare(batch, state)
 """
 
 
@@ -121,6 +138,22 @@ def test_what_would_not_work_is_refused(made, name, options, problem):
     with pytest.raises(ConfigError) as error:
         made(name, options)
     assert problem in str(error.value)
+
+
+def test_a_helper_may_have_a_name_like_a_hook(made):
+    assert made("Helped").options.name == "grpo"
+
+
+@pytest.mark.parametrize("sections", [{}, {"pipo": {"window": 2}}])
+def test_what_prepare_returns_is_checked(made, sections):
+    objective = made("Forgetful", **sections)
+    ones = {"rollout_logprobs": torch.zeros(2), "ref_logprobs": torch.zeros(2)}
+    of_sequences = {"group": torch.tensor([0, 0]), "rewards": torch.tensor([1.0, 0.0])}
+    batch = Batch.of([[1], [1]], [[5], [7]], tokens=ones, sequences=of_sequences)
+    batch = batch.with_scalars(sampled_reward_sum=1.0, sampled_count=2.0)
+    words = r"prepare \(mine.py, line \d+\) returned None: return Prepared\(updates, state\)"
+    with pytest.raises(CodeError, match=words):
+        objective.prepare(batch, objective.init())
 
 
 def test_sections_without_effect(made):
