@@ -56,6 +56,7 @@ def own_class(named: str) -> type[Environment]:
         raise ConfigError(f"environment.episode: {named} is no class of megatron_rft.environments.Environment")
     if found.step is Environment.step:
         raise ConfigError(f"environment.episode: {named} has no method `step`, which answers a turn")
+    user_code.check_overrides(found, named, "environment.episode")
     for method, given in CALLED_WITH.items():
         signature = inspect.signature(getattr(found, method))
         try:

@@ -53,6 +53,7 @@ def _class(named: str) -> type[PolicyObjective]:
         )
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise ConfigError(f"{OPTION}: {named} does not define {', '.join(missing)}")
+    user_code.check_overrides(cls, named, OPTION)
     return cls
 
 

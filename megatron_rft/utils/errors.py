@@ -72,9 +72,9 @@ def exit_status(error: Exception) -> tuple[int, str] | None:
     return (FAILED, problem) if problem else None
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to `name`, if one is close."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name that is closest to `name`, if one is close: by difflib's ratio, which is 1 if equal."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

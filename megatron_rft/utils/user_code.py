@@ -12,6 +12,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rft.utils.errors import CodeError, ConfigError, did_you_mean, first_line
+from megatron_rft.utils.errors import CodeError, ConfigError, closest, did_you_mean, first_line
 
 SURROGATE = "it has half of a surrogate pair, which no file and no tokenizer takes: leave it out"
 SESSION = "session:"  # names of a session's code begin with it
@@ -122,6 +123,19 @@ def defined(function: Callable[..., Any]) -> str:
 def broken(function: Callable[..., Any], value: Any, fix: str) -> CodeError:
     """The error of a function or a method that returned `value`."""
     return CodeError(f"{name_of(function)} ({defined(function)}) returned {value!r:.80}: {fix}")
+
+
+def check_overrides(cls: type, named: str, option: str) -> None:
+    """Refuse a class in a file with a name like one of its base classes' that stands nowhere else in the file: that of
+    a misspelt method, which nothing would call."""
+    file = source(named)
+    text = file.read_text(errors="replace") if file and file.suffix == ".py" else ""
+    own, theirs = ([c for c in cls.__mro__ if (c.__module__ == cls.__module__) == here] for here in (True, False))
+    known = {name for each in theirs for name in vars(each)}
+    for name in sorted({name for each in own for name in vars(each)} - known):
+        meant = closest(name, known, cutoff=0.7)
+        if meant and len(re.findall(rf"\b{name}\b", text)) == 1:
+            raise ConfigError(f"{option}: nothing calls {cls.__name__}.{name}. Did you mean {meant!r}?")
 
 
 def source(named: str) -> Path | None:

@@ -24,6 +24,9 @@ class Step(Good):
 class Silent(Environment):
     def reset(self, prompt, seed): ...
 
+class Scored(Good):
+    def scores(self): ...
+
 class Other: ...
 
 def function(): ...
@@ -33,6 +36,7 @@ REFUSED = {
     "Reset": r"guess.py:Reset must have reset\(self, prompt, seed\), not reset\(self, prompt\)",
     "Step": r"guess.py:Step must have step\(self, text\), not step\(self\)",
     "Silent": "guess.py:Silent has no method `step`, which answers a turn",
+    "Scored": "nothing calls Scored.scores. Did you mean 'score'?",
     "Other": "guess.py:Other is no class of megatron_rft.environments.Environment",
     "function": "guess.py:function is no class of megatron_rft.environments.Environment",
     "Goad": "guess.py has no Goad. Did you mean 'Good'",

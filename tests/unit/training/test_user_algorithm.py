@@ -132,6 +132,7 @@ def test_inside_pipo(made):
         ("Greedy", {}, "Did you mean 'old_logprobs'?"),
         ("Valued", {}, "critic: is missing"),
         ("Section", {}, "no class that derives from"),
+        ("Misspelt", {}, "nothing calls Misspelt.advantage_. Did you mean 'advantages'?"),
     ],
 )
 def test_what_would_not_work_is_refused(made, name, options, problem):
