@@ -131,6 +131,7 @@ class TrainingRun:
         if self.best:
             state = self.best.restore(state)
         about = {"name": self.recipe.run.name, "resolved": self.recipe.model_dump()}
+            self.total_steps = self.done if self.best.exhausted else self.total_steps
         about |= {"resume_step": self.done + 1 if self.done else 0, "is_main": dist.get_rank() == 0}
         self.tracker = Tracker(self.folder, self.recipe.tracking, self.total_steps, **about)
         self.observers = self._observers()
@@ -189,11 +190,10 @@ class TrainingRun:
         """The remaining steps, until the last step or early stopping. The garbage collector leaves out what is there
         now: with half a million objects of all packages it would stop a rank, and so all, in mid-step."""
         gc.freeze()
-        for step in range(self.done + 1, self.total_steps + 1):
-            if self.best and self.best.exhausted:
-                return
-            here.begin_step(step)
-            yield step
+        while self.done < self.total_steps:
+            here.begin_step(self.done + 1)
+            yield self.done + 1
+            self.done += 1
 
     def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
         """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""

@@ -213,7 +213,8 @@ def test_weights_that_saturate_have_their_alarm(folder, tmp_path):
 
 def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
     options = ["evaluation.every=1", "evaluation.patience=2", "run.steps=40", "optimizer.lr=1e-7"]
-    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/run", *options)
+    options += [f"run.output_dir={tmp_path}/run", f"data.test={folder}/train.jsonl", "data.test.limit=4"]
+    status, output = train(folder / "offline.yaml", *options)
     assert status == 0, output[-3000:]
     lines = [line for line in metrics(tmp_path / "run") if line["step"]]
     accuracies = [line["evaluation/pass@1"] for line in lines]
@@ -221,6 +222,10 @@ def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
     assert len(lines) == best + 3 and f"that of step {best + 1}" in output
     ours, kept = (tmp_path / "run" / name / "model.safetensors" for name in ("export", "best"))
     assert ours.read_bytes() == kept.read_bytes()
+    shutil.rmtree(tmp_path / "run/evaluation" / (last := f"test_step_{len(lines):06d}"))  # killed before the last test
+    status, output = train(folder / "offline.yaml", *options)
+    assert status == 0, output[-3000:]
+    assert sorted(path.name for path in (tmp_path / "run/evaluation").glob("test*")) == ["test_step_000000", last]
 
 
 def write_one_sided(store: Path, out: Path) -> None:
