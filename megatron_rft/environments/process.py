@@ -3,7 +3,7 @@
 import itertools
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,13 @@ from megatron_rft.responses import Prompt
 from megatron_rft.utils.worker_process import CallFailed as EpisodeFailed
 from megatron_rft.utils.worker_process import WorkerProcess
 
-
-class EnvironmentProcess(WorkerProcess):
-    """One process of environments. Calls come from its thread."""
-
-    def __init__(self, options: dict[str, Any], timeout_s: float, log: Path):
-        limit = "environment.turn_timeout_s"
-        super().__init__("megatron_rft.environments.worker", options, timeout_s, log, "environment", limit)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
+WORKER = "megatron_rft.environments.worker"
 
 
 class EpisodeEnvironment:
     """The environment of one episode, in a process. `calls` has (call, arguments, answer) of each call so far."""
 
-    def __init__(self, number: int, process: EnvironmentProcess):
+    def __init__(self, number: int, process: WorkerProcess):
         self.number, self.process = number, process
         self.calls: list[tuple[str, dict[str, Any], Any]] = []
         self.held_by: subprocess.Popen | None = None
@@ -62,7 +55,8 @@ class EnvironmentProcesses:
 
     def __init__(self, options: dict[str, Any], count: int, timeout_s: float, log: Path):
         logs = (log.with_name(f"{log.name}_{number}.log") for number in range(count))
-        self.members = [EnvironmentProcess(options, timeout_s, each) for each in logs]
+        about = "environment", "environment.turn_timeout_s"
+        self.members = [WorkerProcess(WORKER, options, timeout_s, each, *about) for each in logs]
         self.numbers = itertools.count()
 
     def new(self) -> EpisodeEnvironment:
@@ -71,7 +65,6 @@ class EnvironmentProcesses:
 
     def close(self) -> None:
         for member in self.members:
-            member.thread.shutdown(wait=False, cancel_futures=True)
             member.close()
 
 

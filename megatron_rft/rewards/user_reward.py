@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -37,7 +37,6 @@ class RewardProcess(WorkerProcess):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__("megatron_rft.rewards.worker", options, options["timeout_s"], None, "reward", LIMIT)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="user_reward")
         self.waiting: deque[Ungraded] = deque()
 
     def add(self, tasks: list[Ungraded]) -> None:
@@ -87,10 +86,9 @@ class RewardProcess(WorkerProcess):
         return [rest]
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        super().close()
         for task in self.waiting:
             task.score.cancel()
-        super().close()
 
 
 class UserReward(Reward):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class WorkerProcess:
 
     def __init__(self, module: str, options: dict, timeout_s: float, log: Path | None, section: str, limit: str):
         self.module, self.options, self.timeout_s, self.log = module, options, timeout_s, log
-        self.section, self.limit = section, limit
+        self.section, self.limit, self.closed = section, limit, False
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=section)  # that of its calls
         self.process: subprocess.Popen | None = None
         self.about: Any = None
 
@@ -53,10 +55,12 @@ class WorkerProcess:
             command = [sys.executable, "-m", self.module, str(theirs.fileno()), json.dumps(self.options)]
             options = {"env": os.environ | {"PYTHONHASHSEED": "0"}, "pass_fds": (theirs.fileno(),)}
             self.process = process = start_helper(command, reap=True, log=self.log, **options)
+        if self.closed:
+            end_reaper(process)
         try:
             self.about = self._receive(START_TIMEOUT_S, f"when its process started{self.log and f': {self.log}'}")
         except CallFailed as error:
-            self.close()
+            self._end()
             place = "" if str(error).startswith(self.section) else f"{self.section}: "
             raise ConfigError(f"{place}{error}") from None
         return process
@@ -79,7 +83,7 @@ class WorkerProcess:
     def _receive(self, timeout_s: float, limit: str, grace_s: float = 0.0) -> Any:
         try:
             if not self.connection.poll(timeout_s + grace_s):
-                self.close()
+                self._end()
                 raise CallFailed(late(timeout_s, limit))
             answer = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -96,11 +100,19 @@ class WorkerProcess:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         except subprocess.TimeoutExpired:
             how = "closed its connection"
-        self.close()
+        self._end()
         return f"its process {how}" + (f"; its output is in {self.log}" if self.log else "")
 
     def close(self) -> None:
-        """Kill the process, with all that it started."""
+        """Kill the process, with all that it started. A call that waits for its answer fails first: if two threads
+        closed the connection, the second might close a file that has its number by then."""
+        self.closed = True
+        if process := self.process:
+            end_reaper(process)
+        self.thread.shutdown(cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
         if self.process is not None:
             end_reaper(self.process)
             self.connection.close()

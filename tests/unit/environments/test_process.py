@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_rft.environments.process import EnvironmentProcess, EpisodeEnvironment, EpisodeFailed, shown
+from megatron_rft.environments.process import EnvironmentProcesses, EpisodeFailed, shown
 from megatron_rft.responses import Prompt
 from megatron_rft.utils.end_with_parent import children
 from megatron_rft.utils.processes import process_state
@@ -37,8 +37,8 @@ time.sleep(600)
 def opened(folder):
     """An episode's environment, and the pid of what it has started."""
     (folder / "opens.py").write_text(OPENS)
-    process = EnvironmentProcess({"kind": "own", "episode": f"{folder}/opens.py:Opens"}, 60.0, folder / "log")
-    environment = EpisodeEnvironment(0, process)
+    processes = EnvironmentProcesses({"kind": "own", "episode": f"{folder}/opens.py:Opens"}, 1, 60.0, folder / "log")
+    environment = processes.new()
     return environment, int(environment.ask("reset", prompt=shown(Prompt(0, (), "", "")), seed=0))
 
 

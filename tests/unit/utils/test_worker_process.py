@@ -1,5 +1,7 @@
 """A process that answers messages: with values, with failures of the code, and lost or late."""
 
+import time
+
 import pytest
 
 from megatron_rft.utils.errors import CodeError, ConfigError
@@ -78,6 +80,24 @@ def test_a_lost_and_a_late_process_are_replaced(process):
     one.running()
     one.timeout_s = 20.0
     assert one.answer(what="last")[1] != pid
+
+
+def test_a_call_that_waits_has_failed_when_the_process_is_closed(process):
+    """No two threads close the connection, and the thread of the calls starts no other process."""
+    one = process()
+    waiting, later = one.thread.submit(one.answer, what="sleeps"), one.thread.submit(one.running)
+    while not waiting.running():
+        time.sleep(0.01)
+    one.close()
+    assert isinstance(waiting.exception(timeout=0), ProcessLost) and later.cancelled() and one.process is None
+
+
+def test_a_process_that_starts_while_it_is_closed_ends(process):
+    one = process()
+    one.close()
+    with pytest.raises(ConfigError, match="its process was killed|ended with status"):
+        one.running()
+    assert one.process is None
 
 
 def test_code_that_cannot_start(process):
