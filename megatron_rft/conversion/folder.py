@@ -201,13 +201,23 @@ def _some(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def keep_one(path: Path) -> None:
+    """Remove what `FolderWriter` has written or replaced beside the folder `path`. If a kill came between its two
+    renames, what it was replacing is the folder again."""
+    old, partial = (path.with_name(f".{path.name}.{which}") for which in ("old", "partial"))
+    shutil.rmtree(partial, ignore_errors=True)
+    if old.exists():
+        os.rename(old, partial if path.exists() else path)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 class FolderWriter:
     """Writes an HF folder, which transformers can load: call `add` with each tensor, then `finish`."""
 
     def __init__(self, path: str | Path, shard_bytes: int = 4 << 30):
         self.path, self.shard_bytes = Path(path), shard_bytes
         self.partial = self.path.with_name(f".{self.path.name}.partial")
-        shutil.rmtree(self.partial, ignore_errors=True)
+        keep_one(self.path)
         self.partial.mkdir(parents=True)
         self.pending: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
@@ -238,17 +248,10 @@ class FolderWriter:
         config.architectures, config.dtype = [architecture], self.dtype
         config.save_pretrained(self.partial)
         copy_companions(tokenizer_folder, self.partial)
-        old = self.path.with_name(f".{self.path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if self.path.exists():
-            os.rename(self.path, old)
+            os.rename(self.path, self.path.with_name(f".{self.path.name}.old"))
         os.rename(self.partial, self.path)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def discard(self) -> None:
-        """Remove everything that was written so far."""
-        self.pending = {}
-        shutil.rmtree(self.partial, ignore_errors=True)
+        keep_one(self.path)
 
     def _name_shards(self) -> None:
         count = len(self.shards)

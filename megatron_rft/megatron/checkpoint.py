@@ -269,7 +269,7 @@ class Checkpointer:
                 flush(path)
             os.replace(partial, final)
             for old in checkpoint_files.complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
+                shutil.rmtree(old.rename(f"{old}{PARTIAL}"))  # a kill in between leaves nothing that looks complete
         parallel.barrier("checkpoint")
         self.saving = False
 

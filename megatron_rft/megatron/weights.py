@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes, lora, partition_dim, shard, unshard
+from megatron_rft.conversion.folder import keep_one
 from megatron_rft.conversion.mapping import ADAPTER, LAYER, expert_of
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.megatron import parallel, seams
@@ -251,7 +252,7 @@ def save_folder(
         except (OSError, SafetensorError) as error:
             if not disk_is_full(error):
                 raise
-            writer.discard()
+            keep_one(writer.path)
             full = [True]
     for _ in tensors:  # the stream is collective: also rank 0 reads it to the end, if the disk is full
         pass

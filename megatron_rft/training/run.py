@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rft.config import Recipe
-from megatron_rft.conversion.folder import model_fingerprint
+from megatron_rft.conversion.folder import keep_one, model_fingerprint
 from megatron_rft.conversion.lora import TENSORS
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
@@ -95,8 +95,9 @@ class TrainingRun:
         self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
         self.best: BestModel | None = None
         if recipe.trainer == "offline":
-            patience = recipe.evaluation.patience
-            self.best = BestModel(models.actor, self.folder / "best", build.tokenizer_folder(recipe.model), patience)
+            best, patience = self.folder / "best", recipe.evaluation.patience
+            parallel.on_main(lambda: keep_one(best))
+            self.best = BestModel(models.actor, best, build.tokenizer_folder(recipe.model), patience)
         options, folder = recipe.checkpoint, self.folder / "checkpoints"
         self.checkpoints = Checkpointer(folder, models.trained, options.keep, options.asynchronous, models.averages)
         self.tracker: Tracker | None = None
@@ -130,8 +131,8 @@ class TrainingRun:
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             state = self.best.restore(state)
-        about = {"name": self.recipe.run.name, "resolved": self.recipe.model_dump()}
             self.total_steps = self.done if self.best.exhausted else self.total_steps
+        about = {"name": self.recipe.run.name, "resolved": self.recipe.model_dump()}
         about |= {"resume_step": self.done + 1 if self.done else 0, "is_main": dist.get_rank() == 0}
         self.tracker = Tracker(self.folder, self.recipe.tracking, self.total_steps, **about)
         self.observers = self._observers()

@@ -1,6 +1,8 @@
 """Reading and writing HF folders: those of transformers, and the errors for damaged ones."""
 
+import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes, load_config
+from megatron_rft.conversion.folder import keep_one
 from megatron_rft.families.tables import family_of
 from megatron_rft.utils.errors import DataError
 from tests.families import SEEING
@@ -40,6 +43,25 @@ def test_a_folder_is_replaced_only_when_complete(tmp_path):
     writer.add("model.norm.weight", torch.zeros(16))  # and then the process dies
     assert HFFolder(tmp_path / "out", CONFIG)("model.norm.weight").mean() > 0
     write(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_kill_while_a_folder_is_replaced_leaves_a_whole_one(tmp_path, monkeypatch, calls):
+    """Before each of the renames: of the old folder, of the new one, of the old one again to remove it."""
+    write(tmp_path / "out")
+    rename, count = os.rename, itertools.count(1)
+
+    def killed(old, new):
+        if new.suffix != ".safetensors" and next(count) == calls:
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr("megatron_rft.conversion.folder.os.rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out")
+    keep_one(tmp_path / "out")
+    assert HFFolder(tmp_path / "out", CONFIG)("model.norm.weight").mean() > 0
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -1,11 +1,14 @@
 """What a checkpoint's forked writer tells the process that forked it."""
 
 import os
+from contextlib import nullcontext
 from queue import Empty
 
 import pytest
 
-from megatron_rft.megatron.checkpoint import Results
+from megatron_rft.megatron import checkpoint, optimizer_shards
+from megatron_rft.megatron.checkpoint import Checkpointer, Results
+from megatron_rft.utils.checkpoint_files import complete
 
 
 def forked(action) -> None:
@@ -14,6 +17,26 @@ def forked(action) -> None:
         action()
         os._exit(0)
     os.waitpid(pid, 0)
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_looks_complete(tmp_path, monkeypatch, one_rank):
+    def killed(folder):
+        (folder / "weights").unlink()
+        raise KeyboardInterrupt
+
+    checkpoints = Checkpointer(tmp_path, {}, keep=1)
+    for step in (1, 2):
+        partial = tmp_path / f"step_00000{step}.new.partial"
+        partial.mkdir()
+        for name in ("run.json", "weights", optimizer_shards.file_of(partial, 0).name):
+            (partial / name).write_text("{}")
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+        with nullcontext() if step == 1 else pytest.raises(KeyboardInterrupt):
+            checkpoints._publish(partial, tmp_path / f"step_00000{step}")
+    monkeypatch.undo()
+    assert [path.name for path in complete(tmp_path)] == ["step_000002"]
+    Checkpointer(tmp_path, {})  # of the next start
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
 
 def test_a_result_of_any_size_is_there_once():
