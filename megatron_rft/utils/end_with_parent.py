@@ -40,6 +40,7 @@ def reaper(remove: str, parent: int, command: list[str]) -> int:
     signal.signal(END, _leave)
     try:
         die_with(parent, END)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [END])  # it may have come already; nohup would have it ignored
         own = os.getpid()
         if not (child := os.fork()):
             try:

@@ -69,7 +69,7 @@ def without_stop_signals() -> Iterator[None]:
 def _starter(_process: int) -> ThreadPoolExecutor:
     """Return the thread of this process that starts its helpers. It lives as long as the process: the kernel signals a
     child when the thread that started it ends."""
-    return ThreadPoolExecutor(1, "helpers", signal.pthread_sigmask, (signal.SIG_BLOCK, STOP_SIGNALS))
+    return ThreadPoolExecutor(1, "helpers", signal.pthread_sigmask, (signal.SIG_BLOCK, (*STOP_SIGNALS, END)))
 
 
 class Interrupts:

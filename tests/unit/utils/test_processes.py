@@ -158,6 +158,18 @@ def test_a_reaper_kills_all_descendants_when_signalled_repeatedly(tmp_path):
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_reaper_that_is_ended_while_it_starts_ends():
+    """Below nohup, too: the signal is ignored until the reaper handles it."""
+    before = signal.signal(END, signal.SIG_IGN)
+    try:
+        process = start_helper([sys.executable, "-c", "import time; time.sleep(600)"], reap=True)
+        process.send_signal(END)
+        assert process.wait(60) == 128 + END
+    finally:
+        signal.signal(END, before)
+        process.kill()
+
+
 def test_what_a_command_does_now_and_how_long_it_has_computed():
     busy = start_helper([sys.executable, "-c", "while 1: pass"], reap=True)
     asleep = start_helper(["sleep", "600"], reap=True)
