@@ -12,8 +12,6 @@ from megatron_rft.responses import Prompt
 from megatron_rft.utils.worker_process import CallFailed as EpisodeFailed
 from megatron_rft.utils.worker_process import WorkerProcess
 
-WORKER = "megatron_rft.environments.worker"
-
 
 class EpisodeEnvironment:
     """The environment of one episode, in a process. `calls` has (call, arguments, answer) of each call so far."""
@@ -55,8 +53,8 @@ class EnvironmentProcesses:
 
     def __init__(self, options: dict[str, Any], count: int, timeout_s: float, log: Path):
         logs = (log.with_name(f"{log.name}_{number}.log") for number in range(count))
-        about = "environment", "environment.turn_timeout_s"
-        self.members = [WorkerProcess(WORKER, options, timeout_s, each, *about) for each in logs]
+        module, about = "megatron_rft.environments.worker", ("environment", "environment.turn_timeout_s")
+        self.members = [WorkerProcess(module, options, timeout_s, each, *about) for each in logs]
         self.numbers = itertools.count()
 
     def new(self) -> EpisodeEnvironment:

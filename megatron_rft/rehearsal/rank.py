@@ -136,8 +136,13 @@ class Step:
         models = self._online() if self.recipe.trainer == "rl" else self._stored()
         if self.question.training_only:
             return self.times
-        if self.recipe.rollout.offload_trainer:
-            self._offload(models)
+        if self.recipe.rollout.offload_trainer:  # record the device's memory beside an engine that is awake
+            for actor in models.trained.values():
+                actor.training_state.offload()
+            with self.ledger.during("generation"):
+                pass
+            for actor in models.trained.values():
+                actor.training_state.restore()
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
             dtype = DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
             deque(models.actor.stream(dtype=dtype), maxlen=0)
@@ -231,15 +236,6 @@ class Step:
         """Return the teacher of each row, in turn, if there are several."""
         names = self.recipe.teaching.teachers if self.recipe.data.teacher_field else ()
         return dict(zip(range(ROWS), cycle(names), strict=False))
-
-    def _offload(self, models: Any) -> None:
-        """Record the device's memory beside an engine that is awake."""
-        for actor in models.trained.values():
-            actor.training_state.offload()
-        with self.ledger.during("generation"):
-            pass
-        for actor in models.trained.values():
-            actor.training_state.restore()
 
     def _built(self, make: Callable[[], Any]) -> Any:
         """Build models and load them (loading.py)."""

@@ -169,6 +169,7 @@ class TestLoading:
         ("optimizer.sgd_momentum=0.5", "trains with Adam"),
         ("evaluation.every=5", "does nothing without data.validation"),
         ("evaluation.samples=4", "samples: does nothing without data.validation, data.test or evaluation.benchmarks"),
+        (["data.test=gsm8k", "evaluation={samples: 4, temperature: 0}"], "samples: does nothing at evaluation.temp"),
         (["trainer=sft", "evaluation.limit=4"], "evaluation.limit: does nothing without data.validation, data.test"),
         ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
         ("no-equals-sign", "is not an override"),
