@@ -77,7 +77,7 @@ def recorded(path: Path) -> list[list[str]]:
         turns = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"--turns: {path} cannot be read: {error}") from None
-    if not turns or not all(isinstance(each, list) and all(isinstance(t, str) for t in each) for each in turns):
+    if not turns or not all(isinstance(each, list) and {*map(type, each)} == {str} for each in turns):
         raise DataError(f"--turns: {path}: each line must be a JSON list of texts, the policy's turns of an episode")
     return turns
 

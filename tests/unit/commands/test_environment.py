@@ -38,5 +38,6 @@ def test_what_is_not_the_same_and_what_fails_is_named(check):
         check("Fickle", turns=json.dumps(["a"] * 4))
     with pytest.raises(RunFailed, match=r"environment Fails, problem 0, turn 1: NotImplementedError"):
         check("Fails")
-    with pytest.raises(DataError, match=r"--turns: .* each line must be a JSON list of texts"):
-        check("Echo", turns='{"a": 1}')
+    for turns in ('{"a": 1}', '["a"]\n[]', '["a", 1]'):
+        with pytest.raises(DataError, match=r"--turns: .* each line must be a JSON list of texts"):
+            check("Echo", turns=turns)
