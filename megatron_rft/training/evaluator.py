@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rft.config import Evaluation
+from megatron_rft.config.messages import many
 from megatron_rft.evaluation.evaluate import EvalResult, EvaluationCache, GradedSampler, evaluate, write
 from megatron_rft.evaluation.passk import with_error
 from megatron_rft.megatron import weights
@@ -124,4 +125,4 @@ class Evaluator:
 def headline(before: dict[str, float] | None, after: dict[str, float]) -> str:
     """For example: pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)."""
     both = [with_error(r["pass_at_1"], r["standard_error"], digits=2) for r in (before, after) if r]
-    return f"pass@1 {' -> '.join(both)} ({after['problems']} problems)"
+    return f"pass@1 {' -> '.join(both)} ({many(after['problems'], 'problem')})"
