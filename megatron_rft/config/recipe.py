@@ -123,10 +123,6 @@ class Recipe(s.Section):
     def _check(self):
         self.reward.check_alone("reward.")
         self.evaluation.unused(not self.validates, "without data.validation", "every", place="evaluation.")
-        nothing = not (self.validates or self.data.test or self.evaluation.benchmarks)
-        why = "without data.validation, data.test or evaluation.benchmarks"
-        why += ", and while evaluation.every is 0" if self.trainer == "offline" else ""
-        self.evaluation.unused(nothing, why, *Evaluation.model_fields, place="evaluation.")
         greedy = not (self.evaluation.temperature or self.environment)
         why = "at evaluation.temperature 0: all completions of a problem are equal"
         self.evaluation.unused(greedy, why, "samples", place="evaluation.")

@@ -164,6 +164,6 @@ def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, mo
 
 
 def test_nothing_to_evaluate(recipe, model, capsys):
-    command = ["evaluate", str(recipe), "--model", str(model), "evaluation=null"]
+    command = ["evaluate", str(recipe), "--model", str(model), "evaluation.benchmarks=null"]
     assert cli.main(command) == 2
     assert "nothing to evaluate on" in capsys.readouterr().err
