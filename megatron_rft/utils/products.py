@@ -4,7 +4,7 @@ bf16 below AVX-512 BF16 and AMX: torch multiplies number by number (0.6 GFLOP/s 
 the factors are multiplied in fp32 and each result is rounded once, as the instructions do it.
 
 fp32 on AMD's CPUs with AVX-512: torch calls MKL, which uses AVX2 there (110 GFLOP/s of a core that does 240). Here
-oneDNN multiplies, which torch has for bf16.
+oneDNN multiplies, which torch has for bf16; up to Zen 4, whose AVX-512 has AVX2's rate, where there are many rows.
 """
 
 import warnings
@@ -17,6 +17,7 @@ from megatron_rft.utils.device import cpu_words
 BF16 = ("mm", "addmm", "bmm", "baddbmm")  # matmul and linear end in one of them
 FP32 = ("mm", "addmm")  # those of attention are too small to gain
 SMALL = 1 << 20  # multiplications: below, oneDNN takes as long as MKL or longer
+TALL = 512  # rows: the same up to Zen 4, as if they are fewer than the terms of a sum (the gradient of a weight)
 # Shapes whose kernels torch and oneDNN keep. Batches of all lengths have ever new ones: 1,024 take 250 MB or more.
 FEW_KERNELS = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 _libraries: dict[str, Any] = {}  # as long as one lives, its products replace torch's
@@ -82,9 +83,12 @@ def _by_onednn(name: str, product: Any) -> Any:
     from torch import float32, ops
 
     linear = ops.mkldnn._linear_pointwise.default
+    zen5 = not cpu_words().isdisjoint(("avx_vnni", "avx512_vp2intersect"))  # or later
 
     def takes(first: Any, second: Any) -> bool:
-        return first.dtype is second.dtype is float32 and first.numel() * second.shape[1] >= SMALL
+        rows, inner = first.shape
+        tall = zen5 or rows >= max(TALL, inner)
+        return tall and first.dtype is second.dtype is float32 and rows * inner * second.shape[1] >= SMALL
 
     def mm(first: Any, second: Any) -> Any:
         return linear(first, second.t(), None, "none", [], "") if takes(first, second) else product(first, second)

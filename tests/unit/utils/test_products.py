@@ -83,6 +83,7 @@ def slow_mkl(monkeypatch):
     had = products._libraries.pop("fp32", None) is not None
     with monkeypatch.context() as patch:
         patch.setattr(products, "mkl_is_slow", lambda: True)
+        patch.setattr(products, "cpu_words", lambda: {"avx_vnni"})
         yield patch
     products.restore("fp32")
     if had:
@@ -108,6 +109,16 @@ def test_fp32_by_onednn_is_as_near_as_torchs(slow_mkl):
     for name, case in cases.items():
         exact, ours = case(*(each.double() for each in given)), case(*given)
         assert ours.shape == exact.shape and (ours - exact).norm() <= 3 * (torchs[name] - exact).norm(), name
+
+
+@pytest.mark.parametrize("words, expected", [({"avx512f"}, [3]), ({"avx512f", "avx_vnni"}, [0, 1, 2, 3])])
+def test_up_to_zen_4_onednn_multiplies_many_rows_alone(slow_mkl, words, expected):
+    """Not those of a step of generation, nor the gradient of a weight, whose sums are long."""
+    slow_mkl.setattr(products, "cpu_words", lambda: words)
+    multiply = products._by_onednn("mm", lambda first, second: None)
+    shapes = (256, 128), (511, 256), (600, 601), (600, 512)
+    products_of = [multiply(torch.zeros(rows, inner), torch.zeros(inner, 64)) for rows, inner in shapes]
+    assert [place for place, product in enumerate(products_of) if product is not None] == expected
 
 
 def test_restored_products_are_torchs(slow_mkl):
