@@ -6,6 +6,7 @@ in causal attention (L layers, q = heads x head size, on average l / 2 keys); ba
 recomputation and forward passes without a backward pass are not counted.
 """
 
+import math
 import resource
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from megatron_rft.plan.devices import DEVICES
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.tracking.observer import Observer, Trained
 from megatron_rft.utils.asleep import asleep
+from megatron_rft.utils.device import return_free_pages
 from megatron_rft.utils.position import here
 
 
@@ -101,6 +103,21 @@ def take_memory_peak() -> float:
         peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     return peak
+
+
+@dataclass
+class FreePages(Observer):
+    """Gives free pages back to the system once the process has grown by a tenth. After every step it would get all of
+    its pages anew in the next, which is a tenth of a small model's step."""
+
+    first: float = math.inf  # KiB: the peak of the first step since
+
+    def end_of_step(self, step: int, metrics: dict[str, float]) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.first = min(self.first, peak)
+        if peak > 1.1 * self.first:
+            return_free_pages()
+            self.first = math.inf
 
 
 # In dense bf16, by a part of CUDA's device name; from NVIDIA's data sheets

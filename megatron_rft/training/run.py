@@ -27,7 +27,7 @@ from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.tracking.observer import Observer, Trained
-from megatron_rft.tracking.throughput import Phases, Throughput, peak_tflops
+from megatron_rft.tracking.throughput import FreePages, Phases, Throughput, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import EngineBuilder
@@ -36,7 +36,6 @@ from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import ALARMS, Loads, Mean, MismatchBounds, NonFiniteGuard, Stragglers, due
 from megatron_rft.training.problems import Problems
-from megatron_rft.utils.device import return_free_pages
 from megatron_rft.utils.files import digest
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
@@ -149,7 +148,8 @@ class TrainingRun:
         recipe, actor = self.recipe, self.models.actor
         peak, shares = recipe.tracking.peak_tflops or peak_tflops(), actor.layout.share_prompts
         sizes, hosts = read_shape(model_folder(recipe.model.path)), parallel.from_all_ranks(gethostname(), "start")
-        observers = [Stragglers(hosts, self.phases), Mean(), self.guard, self.phases]
+        observers = [FreePages()] if actor.device.type == "cpu" else []
+        observers += [Stragglers(hosts, self.phases), Mean(), self.guard, self.phases]
         observers.append(Throughput(sizes, len(hosts), peak, shares))
         if actor.routers:
             observers.append(Loads(actor.routers, self.tracker.experts))
@@ -234,8 +234,6 @@ class TrainingRun:
     def end_of_step(self, step: int, state: State, metrics: dict[str, float], more: Callable[[], State] = dict) -> bool:
         """Log, and save if due. Returns whether a signal stops the run; the checkpoint is then on disk. `more`
         returns further state for a checkpoint."""
-        if self.models.actor.device.type == "cpu":
-            return_free_pages()
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         for observer in self.observers:
             if warning := observer.end_of_step(step, metrics):

@@ -1,12 +1,15 @@
 """Model FLOPs by hand, and the peak of a device by its name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
+from megatron_rft.tracking import throughput as module
 from megatron_rft.tracking.observer import Trained
-from megatron_rft.tracking.throughput import Throughput, peak_tflops
+from megatron_rft.tracking.throughput import FreePages, Throughput, peak_tflops
 from tests.shapes import json_of
 
 EXPERTS = dict(num_experts=4, moe_intermediate_size=3, num_experts_per_tok=2, mlp_only_layers=[0])
@@ -84,3 +87,13 @@ def test_the_peak_of_a_device(device, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     assert peak_tflops() == peak
+
+
+def test_free_pages_go_back_once_the_process_has_grown_by_a_tenth(monkeypatch):
+    """Against the first step since they last did."""
+    peaks, returned, pages = [100, 105, 109, 111, 102, 112, 113], [], FreePages()
+    monkeypatch.setattr(module, "return_free_pages", lambda: returned.append(step))
+    for step, peak in enumerate(peaks, 1):  # noqa: B007
+        monkeypatch.setattr(module.resource, "getrusage", lambda _, peak=peak: SimpleNamespace(ru_maxrss=peak))
+        pages.end_of_step(step, {})
+    assert returned == [4, 7]
