@@ -33,11 +33,11 @@ def attention(
         grouped = grouped * (options.get("scaling") or query.shape[-1] ** -0.5)
         scores = grouped @ key.mT  # [L, kv heads, heads of one, S]
         if shared:
-            scores = torch.cat([shared.times(grouped, shared.keys.mT), scores], -1)
+            scores = torch.cat([shared.rows.times(grouped, shared.keys.mT), scores], -1)
         weights = scores.add_(attention_mask).softmax(-1)  # in less time than sdpa, which reads few keys slowly
         out = weights[..., -key.shape[2] :] @ value
         if shared:
-            out += shared.times(weights[..., : -key.shape[2]], shared.values)
+            out += shared.rows.times(weights[..., : -key.shape[2]], shared.values)
         return out.view(rows, 1, heads, -1), None
     out = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
     return out.reshape(rows, 1, heads, -1), None
@@ -47,18 +47,22 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class Shared:
-    """Keys and values of n prompts [n, kv heads, S, d], once for all rows that continue a prompt.
+class Rows:
+    """The rows that continue n prompts, the same for all layers. `own` [L]: the prompt of each row; those of a prompt
+    follow each other. `used`: the prompts that any row continues."""
 
-    `own` [L]: the prompt of each row; the rows of a prompt follow each other.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, own: Tensor):
-        used, self.own, counts = own.unique(return_inverse=True, return_counts=True)
-        self.keys, self.values = (x if len(x) == len(used) else x[used] for x in (keys, values))
-        self.shape = len(used), int(counts.max())  # prompts, and places for rows of each
+    def __init__(self, own: Tensor):
+        self.used, self.own, counts = own.unique(return_inverse=True, return_counts=True)
+        self.shape = len(self.used), int(counts.max())  # prompts, and places for rows of each
         number = torch.arange(len(own), device=own.device) - (counts.cumsum(0) - counts)[self.own]  # of its prompt's
         self.places = self.own * self.shape[1] + number
+        self._kept: tuple[Tensor, Rows] | None = None
+
+    def kept(self, index: Tensor) -> "Rows":
+        """The rows `index`; one object for all layers that ask for them."""
+        if self._kept is None or self._kept[0] is not index:
+            self._kept = index, Rows(self.own[index])
+        return self._kept[1]
 
     def times(self, of_rows: Tensor, of_prompts: Tensor) -> Tensor:
         """[L, kv heads, heads of one, a] of each row times [n, kv heads, a, b] of its prompt: one product a prompt."""
@@ -71,6 +75,14 @@ class Shared:
         return product if full else product[self.places]
 
 
+class Shared:
+    """Keys and values of prompts [n, kv heads, S, d], once for all `rows` that continue them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Rows):
+        self.rows, count = rows, len(rows.used)
+        self.keys, self.values = (x if len(x) == count else x[rows.used] for x in (keys, values))
+
+
 class InPlaceLayer(DynamicLayer):
     """A layer's keys and values [L, kv heads, S, d], views of tensors with room for more positions. After `share` these
     are of what follows the prompts; `get_seq_length` counts both."""
@@ -78,10 +90,10 @@ class InPlaceLayer(DynamicLayer):
     _room: tuple[Tensor, Tensor] | None = None
     shared: Shared | None = None
 
-    def share(self, own: Tensor) -> None:
-        """Keep what there is once, and go on with a row for each of `own` [L], the prompt that it continues."""
-        self.shared, self._room = Shared(self.keys, self.values, own), None
-        self.keys, self.values = (x.new_empty(len(own), x.shape[1], 0, x.shape[3]) for x in (self.keys, self.values))
+    def share(self, rows: Rows) -> None:
+        """Keep what there is once, and go on with `rows` that continue it."""
+        self.shared, self._room, old = Shared(self.keys, self.values, rows), None, (self.keys, self.values)
+        self.keys, self.values = (x.new_empty(len(rows.own), x.shape[1], 0, x.shape[3]) for x in old)
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() + (self.shared.keys.shape[2] if self.shared else 0)
@@ -107,7 +119,7 @@ class InPlaceLayer(DynamicLayer):
         super().reorder_cache(beam_idx)
         self._room = None
         if self.shared:
-            self.shared = Shared(self.shared.keys, self.shared.values, self.shared.own[beam_idx])
+            self.shared = Shared(self.shared.keys, self.shared.values, self.shared.rows.kept(beam_idx))
 
 
 def takes_bias(config: Any, dtype: torch.dtype) -> bool:

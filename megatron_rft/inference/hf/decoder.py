@@ -97,12 +97,8 @@ class Unfinished:
     request: Request
     sample: int
     limit: int
-    reason: str = ""  # why it has ended
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
-    # Each [tokens, layers, experts per token]: of the prompt, then of each token.
-    experts: list[np.ndarray] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)  # [tokens, layers, experts of one]: the prompt's, then one
 
 
 @dataclass
@@ -127,30 +123,39 @@ class Decoder:
 
     def _wave(self, rows: list[Unfinished]) -> Iterator[tuple[Unfinished, Response]]:
         """Yield the responses as they end."""
-        steps = rows[0].limit  # the largest
+        steps, version, device = rows[0].limit, self.engine.weight_version, self.engine.model.device  # the most steps
         u = np.stack([uniforms(row.request.seed, row.sample, steps) for row in rows])
-        u, version = torch.from_numpy(u).to(self.engine.model.device), self.engine.weight_version  # [L, steps]
+        u, limits = torch.from_numpy(u).to(device), torch.tensor([row.limit for row in rows], device=device)
+        stops = torch.tensor(self.sampling.stop_token_ids, dtype=torch.long, device=device)
         logits, mask, later, cache = self._prefill(rows)  # [L, V], [L, S], [L]
+        ids, logprobs = torch.zeros_like(u, dtype=torch.long), torch.zeros_like(u)  # [L, steps] what is sampled
+        ended = torch.zeros_like(limits, dtype=torch.bool)
         for step in range(steps):
-            tokens = self._append(rows, logits, u[:, step])
-            for row in rows:
-                if not row.reason and (end := self._end(row)):
-                    row.reason = end
-                    yield row, self._response(row, version)
-            left = [place for place, row in enumerate(rows) if not row.reason]
-            if not left:
-                return
-            if len(left) <= len(rows) * 7 // 8:
-                rows, index = [rows[place] for place in left], torch.tensor(left, device=u.device)
-                tokens, mask, later, u = tokens[index], mask[index], later[index], u[index]
-                cache.reorder_cache(index)
+            ids[:, step], logprobs[:, step], supports = choose(logits, u[:, step], self.sampling)
+            if supports is not None:
+                for row, support in zip(rows, supports.tolist(), strict=True):
+                    row.supports.append(tuple(i for i in support if i >= 0))
+            before, tokens = ended, ids[:, step]
+            ended = before | torch.isin(tokens, stops) | (limits == step + 1)
+            if new := (ended & ~before).nonzero()[:, 0].tolist():
+                for place in new:
+                    written = ids[place, : step + 1], logprobs[place, : step + 1]
+                    yield rows[place], self._response(rows[place], *(tuple(x.tolist()) for x in written), version)
+                index = (~ended).nonzero()[:, 0]
+                if not len(index):
+                    return
+                if len(index) <= len(rows) * 7 // 8:
+                    rows = [rows[place] for place in index.tolist()]
+                    given = tokens, ids, logprobs, ended, limits, mask, later, u
+                    tokens, ids, logprobs, ended, limits, mask, later, u = (each[index] for each in given)
+                    cache.reorder_cache(index)
             if self.engine.on_step:
                 self.engine.on_step()
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             logits = self._logits(tokens[:, None], mask, cache, (mask.sum(1) - 1 + later)[:, None])
             if self.sampling.routes:
                 for row, experts in zip(rows, self.engine.routes.last().numpy(force=True), strict=True):
-                    row.experts.append(experts[None])  # of a row that has ended nobody reads them
+                    row.experts.append(experts[None])  # of a row that has ended nobody reads them, nor supports
             here.move()
 
     def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
@@ -175,8 +180,9 @@ class Decoder:
         index = torch.tensor(own, device=ids.device)
         latent = hasattr(self.engine.model.config, "kv_lora_rank")  # what is cached are no keys
         if self.engine.takes_bias and not latent and len(own) > len(ids):
+            shared = attention.Rows(index)
             for layer in cache.layers:
-                layer.share(index)
+                layer.share(shared)
         else:
             cache.reorder_cache(index)
         return logits[index], mask[index], later[index], cache
@@ -197,26 +203,7 @@ class Decoder:
             logits[:, list(self.engine.never)] = float("-inf")
         return logits
 
-    def _append(self, rows: list[Unfinished], logits: Tensor, u: Tensor) -> Tensor:
-        """Sample a token for each row and return them: [L]."""
-        tokens, logprobs, supports = choose(logits, u, self.sampling)
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not row.reason:
-                row.token_ids.append(token)
-                row.logprobs.append(logprob)
-        if supports is not None:
-            for row, support in zip(rows, supports.tolist(), strict=True):
-                if not row.reason:
-                    row.supports.append(tuple(i for i in support if i >= 0))
-        return tokens
-
-    def _end(self, row: Unfinished) -> str | None:
-        """Return why the response has ended, or None."""
-        if row.token_ids[-1] in self.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(row.token_ids) == row.limit else None
-
-    def _response(self, row: Unfinished, version: int) -> Response:
+    def _response(self, row: Unfinished, ids: tuple, logprobs: tuple, version: int) -> Response:
         routes = np.concatenate(row.experts) if row.experts else None
-        tokens, logprobs, supports = tuple(row.token_ids), tuple(row.logprobs), tuple(row.supports)
-        return Response(tokens, logprobs, row.reason, version, supports, routes=routes)
+        reason = "stop" if ids[-1] in self.sampling.stop_token_ids else "length"
+        return Response(ids, logprobs, reason, version, tuple(row.supports), routes=routes)

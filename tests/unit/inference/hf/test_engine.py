@@ -62,7 +62,9 @@ def test_logprobs_are_those_of_a_full_forward_pass(family, monkeypatch):
 
 def test_one_bias_for_all_layers_gives_what_transformers_masks_give(engine, monkeypatch):
     given, sampling, rows, share = some_requests(5), Sampling(max_tokens=12), [], attention.InPlaceLayer.share
-    monkeypatch.setattr(attention.InPlaceLayer, "share", lambda self, own: (rows.append(len(own)), share(self, own)))
+    monkeypatch.setattr(
+        attention.InPlaceLayer, "share", lambda self, kept: (rows.append(len(kept.own)), share(self, kept))
+    )
     ours = answers(engine, given, sampling)
     assert rows == [3 * 5] * engine.model.config.num_hidden_layers, "the rows of a prompt share its keys"
     assert engine.takes_bias
