@@ -46,8 +46,8 @@ def plan(
     costs = Costs(batch, share_prompts)
     groups = _groups(batch, costs, token_budget)
     share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
-    # Groups in smaller parts than the budget requires may balance the ranks better.
-    caps = (token_budget, min(token_budget, math.ceil(share / 2)))
+    # Groups in smaller parts than the budget requires may balance several ranks better.
+    caps = [token_budget] if dp_size * count_multiple == 1 else [token_budget, min(token_budget, math.ceil(share / 2))]
     plans = [_plan(groups, costs, dp_size, count_multiple, token_budget, cap) for cap in caps]
     best = min(plans, key=lambda bins: _time(bins, costs, dp_size, count_multiple))
     members = [torch.tensor(sorted(each), dtype=torch.long) for each in best]

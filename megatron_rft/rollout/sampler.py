@@ -152,12 +152,9 @@ class Sampler:
         groups = groups_in(kept)
         rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
         oldest = min(rollout.response.weight_version for rollout in rollouts if len(rollout.response.token_ids))
-        result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
-            sampled_reward_sum=math.fsum(rewards),
-            sampled_count=float(len(rewards)),
-            step=float(step),
-            oldest_version=float(oldest),
-        )
+        scalars = {"sampled_reward_sum": math.fsum(rewards), "sampled_count": float(len(rewards))}
+        scalars |= {"step": float(step), "oldest_version": float(oldest)}
+        result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(**scalars)
         graded = concatenate([each.batch for each in rounds])
         metrics, seconds = statistics(rollouts, graded), sum(each.generation_seconds for each in rounds)
         if self.refiner:
@@ -250,8 +247,8 @@ class Sampler:
         start = time.perf_counter()
         given, texts, wait = begun.result()
         rollouts = [
-            ScoredResponse(group.id, sample, prompt, replace(response, score=None), text, score)
-            for sample, (response, text, score) in enumerate(zip(given, texts, wait(), strict=True))
+            ScoredResponse(group.id, sample, prompt, replace(each, score=None) if each.score else each, text, score)
+            for sample, (each, text, score) in enumerate(zip(given, texts, wait(), strict=True))
         ]
         if self.contexts:
             rollouts = self.contexts(rollouts)
@@ -271,7 +268,8 @@ def packed(rollout: ScoredResponse) -> ScoredResponse:
     context = None if rollout.context is None else np.array(rollout.context, dtype=np.int32)
     segment_of = np.asarray(response.segment_of, np.int32) if len(response.segment_of) else ()
     response = replace(response, token_ids=token_ids, logprobs=logprobs, segment_of=segment_of)
-    score, text = replace(score, reason="", details={}), "" if fine else rollout.text
+    score = replace(score, reason="", details={}) if score.reason or score.details else score
+    text = "" if fine else rollout.text
     return replace(rollout, prompt=None, text=text, response=response, score=score, context=context)
 
 
@@ -284,8 +282,9 @@ def with_words(rollout: ScoredResponse, words: dict[tuple[int, int], tuple]) -> 
     """The response with its words where they are there."""
     if rollout.key not in words:
         return rollout
-    text, reason, details = words[rollout.key]
-    return replace(rollout, text=text, score=replace(rollout.score, reason=reason, details=details))
+    (text, reason, details), score = words[rollout.key], rollout.score
+    score = replace(score, reason=reason, details=details) if reason or details else score
+    return replace(rollout, text=text, score=score)
 
 
 def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]:
