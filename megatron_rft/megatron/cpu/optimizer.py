@@ -83,25 +83,12 @@ class FusedAdam(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            beta1, beta2 = group["betas"]
-            done = torch.full([len(params)], group["step"] - 1.0, device=params[0].device if params else None)
-            adam(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                list(done.unbind()),  # the functional form increments the count
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=self.decoupled,
-            )
+            states = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            options |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": self.decoupled, "fused": True}
+            counts = torch.full([len(params)], group["step"] - 1.0, device=params[0].device if params else None)
+            adam(params, [p.grad for p in params], *states, [], list(counts.unbind()), **options)  # increments these
 
 
 def install_collectives() -> None:
