@@ -10,7 +10,8 @@ one is better: the median of the pairs, with the lowest and the highest.
     start       seconds from the command to the end of its first step, less that step's
     processor   processor seconds of the whole command and of all that it started
     clock       its seconds by the clock
-    memory      the largest resident set of one of its processes
+    memory      the largest resident set of one of its processes; of training, the peak that the run measures at its
+                steps, which resets the system's
 
 A dash: the command logs no steps. "not there": the other commit cannot run the command, which then prints why.
 """
@@ -120,7 +121,9 @@ def measured(work: Work, side: Path, names: dict[str, str], overrides: list[str]
 
 def of_steps(path: Path, begin: float) -> dict[str, float]:
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["step"]]
-    return {"step": seconds(lines[2:])["step"], "start": lines[0]["time"] - begin - seconds(lines[:1])["step"]}
+    start = lines[0]["time"] - begin - seconds(lines[:1])["step"]
+    peak = max(line["memory/peak_gib"] for line in lines)
+    return {"step": seconds(lines[2:])["step"], "start": start, "memory": peak}
 
 
 def cell(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> str:
