@@ -64,7 +64,6 @@ def test_refused(recipe):
     assert "needs no distribution" in refusal(offline, "algorithm.name=off_rl", "algorithm.reference=cached_hidden")
     assert "while kl_coefficient is 0" in refusal(offline, "algorithm.kl_aggregation=token_mean")
     assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
-    assert "evaluation.benchmarks, and while evaluation.every is 0" in refusal(offline, "evaluation.samples=2")
     assert "data.validation: does nothing while" in refusal(offline, "data.validation=math500", "evaluation.every=0")
     assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")
     assert "fpq" in refusal(offline, "algorithm.name=fpq")
