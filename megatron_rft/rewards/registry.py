@@ -8,8 +8,7 @@ from megatron_rft.rewards.base import Reward
 
 
 def build(section: RewardOptions) -> Reward:
-    """The reward of a recipe's section: its class gets the options of its kind, under their names, with
-    sections inside them built as rewards."""
+    """The reward of a section: its class gets the options of its kind by name, with sections in them as rewards."""
     module, _, name = REWARDS[section.kind][1].rpartition(".")
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
     names = type(section).model_fields.keys() - RewardOptions.model_fields.keys()

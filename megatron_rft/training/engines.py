@@ -1,6 +1,5 @@
 """Builds the generation engines of a run, and assigns them to the GPUs and the ranks of a node."""
 
-import importlib
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.late_imports import lean_import
 
 # A refined response mostly copies the response, which is in the refiner's prompt: vLLM proposes what follows there.
 COPIES = {"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_max": 4}
@@ -101,7 +101,7 @@ class EngineBuilder:
             reserve=round(self.recipe.rollout.reserve_gib * GIB),
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
         )
-        engine = importlib.import_module(f"megatron_rft.inference.{self.kind(hf_config)}.engine")
+        engine = lean_import(f"megatron_rft.inference.{self.kind(hf_config)}.engine")
         return engine.builder(hf_config, self.dtype, options)
 
     def kind(self, config: PreTrainedConfig) -> str:

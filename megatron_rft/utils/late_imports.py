@@ -28,9 +28,11 @@ _COMPILER = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"
 _SYMBOLS = ("guard_or_false", "statically_known_true", "GuardOnDataDependentSymNode")
 READ_TWICE = "transformers.utils.import_utils"
 LATE: dict[str, dict[str, Any]] = {
+    "megatron.core.inference.unified_memory": {"create_unified_mempool": None, "UnifiedMemoryUnsupportedError": None},
     "torch._dynamo": _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": None},
     "torch.fx.experimental.symbolic_shapes": dict.fromkeys(_SYMBOLS),
+    "torch.utils.cpp_extension": {},
     "torch.utils.tensorboard": {"SummaryWriter": None},
     "wandb": {},
 }
@@ -92,6 +94,8 @@ class _Finder(Loader):
             load(module)
             metadata.packages_distributions = _distributions.__wrapped__
             vars(module)["create_import_structure_from_path"] = cache(module.create_import_structure_from_path)
+            names = module.fetch__all__  # it splits a whole file into lines, for the last that begins with __all__
+            vars(module)["fetch__all__"] = lambda text: names(text[text.rfind("\n__all__") + 1 :])
 
 
 def lean_import(name: str) -> ModuleType:

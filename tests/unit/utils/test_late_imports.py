@@ -33,6 +33,8 @@ with masking_utils.TransformGetItemToIndex():
 from torch.utils.tensorboard import SummaryWriter
 with SummaryWriter(tempfile.mkdtemp()) as writer:
     writer.add_scalar("loss", 1.0, 1)
+from megatron.core.inference import unified_memory
+assert issubclass(unified_memory.UnifiedMemoryCompileTimeoutError, unified_memory.UnifiedMemoryUnsupportedError)
 import wandb
 assert issubclass(wandb.errors.CommError, wandb.Error)
 assert all(hasattr(sys.modules[name], each) for name, names in LATE.items() for each in names)
