@@ -166,12 +166,12 @@ def _import(module: str, option: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) else None
         if lacks and module.split(".")[0] == lacks.split(".")[0]:
-            raise ConfigError(
-                f"{option}: there is no module {module}, neither installed nor in {Path.cwd()}. A file is named with "
-                f"its ending: {module.replace('.', '/')}.py:Name"
-            ) from None
+            where = f"neither installed nor in {Path.cwd()}. Write a file as {module.replace('.', '/')}.py:Name"
+            raise ConfigError(f"{option}: there is no module {module}, {where}") from None
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({last.filename}, line {last.lineno})" if not last.filename.startswith("<") else ""
+        beside = Path(module).with_name(f"{lacks}.py")
+        where += f": {beside.parent} is not searched, add it to PYTHONPATH" if beside.is_file() else ""
         raise ConfigError(f"{option}: importing {module} failed: {type(error).__name__}: {error}{where}") from error
 
 

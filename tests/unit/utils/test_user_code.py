@@ -48,6 +48,7 @@ def test_the_file_of_code(folder):
         ("missing_module_of_test:Thing", "there is no module missing_module_of_test"),
         ("broken.py:Thing", "importing broken.py failed: NameError: name 'undefined' is not defined"),
         ("wants.py:Thing", "importing wants.py failed: ModuleNotFoundError: No module named 'nowhere_of_test'"),
+        ("sub/friend.py:Thing", ", line 1): sub is not searched, add it to PYTHONPATH"),
         ("whole.py:Thign", "whole.py has no Thign. Did you mean 'Thing'?"),
     ],
 )
@@ -55,6 +56,9 @@ def test_what_is_wrong_is_said(folder, named, problem):
     (folder / "broken.py").write_text("a = 1\nundefined\n")
     (folder / "wants.py").write_text("import nowhere_of_test\n")
     (folder / "whole.py").write_text("class Thing: pass\n")
+    (folder / "sub").mkdir()
+    (folder / "sub/friend.py").write_text("from beside_of_test import Thing\n")
+    (folder / "sub/beside_of_test.py").write_text("class Thing: pass\n")
     with pytest.raises(ConfigError, match="^algorithm.objective: ") as error:
         user_code.load(named, "algorithm.objective")
     assert problem in str(error.value)
