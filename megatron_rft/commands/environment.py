@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     ids = [*(first.prompt_ids or problems[0].token_ids), *first.token_ids]
     print(f"the first one, as the policy reads it:\n{tokenizer.decode(ids)}", flush=True)
     for each in plays[0]:
-        if each.score and not each.score.error:
-            print(f"score {each.score.reward:g} {each.score.reason}".rstrip(), flush=True)
+        if (score := each.score) and not score.error:
+            print(f"reward {each.total(score).reward:g}, score {score.reward:g} {score.reason}".rstrip(), flush=True)
     faults = [fault for (problem, _), *both in zip(episodes, *plays, strict=True) if (fault := wrong(problem, *both))]
     if faults:
         raise RunFailed("\n".join(faults))

@@ -29,6 +29,8 @@ def check(tmp_path):
 def test_an_environment_that_says_the_same(check, capsys):
     assert check("Echo") == 0 and check("Random", turns='["a", "b"]\n["c"]') == 0
     assert "Random: 2 episodes" in (printed := capsys.readouterr().out) and "it was the same" in printed
+    assert check("Numpy", turns='["1"]') == 0
+    assert "\nreward 1.5, score 0.5\n" in capsys.readouterr().out  # 1 for the only turn
     assert check("Echo", turns='["1"]') == 0
     assert "01<eos>" in capsys.readouterr().out.partition("as the policy reads it:\n")[2].splitlines()[0]
 
