@@ -140,7 +140,7 @@ def files_of(page: Path, folder: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ["own_algorithm.md", "own_data_and_reward.md"])
+@pytest.mark.parametrize("name", ["own_algorithm.md", "own_data_and_reward.md", "agents.md"])
 def test_examples_in_python_run(name, tmp_path):
     files = files_of(ROOT / "docs" / name, tmp_path)
     tests = [file for file in files if file.name.startswith("test_")]
