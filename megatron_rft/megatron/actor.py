@@ -202,7 +202,8 @@ class Actor:
         finally:
             for p, data in zip(mine, own, strict=True):
                 p.data = data
-            drop_fp8_copies(self.chunks)  # also those of a teacher, which is idle now
+            if self.config.fp8:
+                drop_fp8_copies(self.chunks)  # also those of a teacher, which is idle now
 
     def tensors(self, frozen: bool = False) -> Iterable[Tensor]:
         """The parameters, and the buffers that belong to the model; of a model with adapters those that are trained,

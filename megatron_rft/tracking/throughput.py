@@ -107,8 +107,7 @@ def take_memory_peak() -> float:
 
 @dataclass
 class FreePages(Observer):
-    """Gives free pages back to the system once the process has grown by a tenth. After every step it would get all of
-    its pages anew in the next, which is a tenth of a small model's step."""
+    """Gives free pages back once the process grew by a tenth: each step would get them anew, a tenth of its time."""
 
     first: float = math.inf  # KiB: the peak of the first step since
 

@@ -98,7 +98,7 @@ def test_fp8_copies_of_weights_do_not_stay_beside_an_engine_or_another_model(one
     """Here Transformer Engine's layers are played by one of torch."""
     actor = build(True, "bf16")
     layer = actor.models[0].decoder.layers[0]
-    layer._fp8_workspaces = {"weight": torch.zeros(2)}
+    layer._fp8_workspaces, actor.config.fp8 = {"weight": torch.zeros(2)}, "hybrid"
     with actor.use_weights(actor.snapshot()):
         assert layer._fp8_workspaces
     assert not layer._fp8_workspaces
