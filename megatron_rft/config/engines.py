@@ -12,4 +12,7 @@ class EngineKind:
     reports_routes: bool = False  # the experts that it used for each token of a mixture
 
 
-ENGINES = {"hf": EngineKind(reports_routes=True), "vllm": EngineKind(serves=True, recomputes=True)}
+ENGINES = {
+    "hf": EngineKind(reports_routes=True),
+    "vllm": EngineKind(serves=True, recomputes=True),
+}

@@ -6,7 +6,6 @@ in causal attention (L layers, q = heads x head size, on average l / 2 keys); ba
 recomputation and forward passes without a backward pass are not counted.
 """
 
-import math
 import resource
 import time
 from collections import defaultdict
@@ -105,18 +104,16 @@ def take_memory_peak() -> float:
     return peak
 
 
-@dataclass
 class FreePages(Observer):
-    """Gives free pages back once the process grew by a tenth: each step would get them anew, a tenth of its time."""
+    """Gives free pages back to the system, at most every ten seconds: the next step needs most of them, which takes
+    half a second a GiB."""
 
-    first: float = math.inf  # KiB: the peak of the first step since
+    due = 0.0
 
     def end_of_step(self, step: int, metrics: dict[str, float]) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self.first = min(self.first, peak)
-        if peak > 1.1 * self.first:
+        if (now := time.monotonic()) >= self.due:
             return_free_pages()
-            self.first = math.inf
+            self.due = now + 10
 
 
 # In dense bf16, by a part of CUDA's device name; from NVIDIA's data sheets

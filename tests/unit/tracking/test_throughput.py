@@ -1,7 +1,5 @@
 """Model FLOPs by hand, and the peak of a device by its name."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -89,11 +87,10 @@ def test_the_peak_of_a_device(device, peak, monkeypatch):
     assert peak_tflops() == peak
 
 
-def test_free_pages_go_back_once_the_process_has_grown_by_a_tenth(monkeypatch):
-    """Against the first step since they last did."""
-    peaks, returned, pages = [100, 105, 109, 111, 102, 112, 113], [], FreePages()
-    monkeypatch.setattr(module, "return_free_pages", lambda: returned.append(step))
-    for step, peak in enumerate(peaks, 1):  # noqa: B007
-        monkeypatch.setattr(module.resource, "getrusage", lambda _, peak=peak: SimpleNamespace(ru_maxrss=peak))
-        pages.end_of_step(step, {})
-    assert returned == [4, 7]
+def test_free_pages_go_back_every_ten_seconds(monkeypatch):
+    returned, pages = [], FreePages()
+    monkeypatch.setattr(module, "return_free_pages", lambda: returned.append(now))
+    for now in (100.0, 104.0, 109.9, 110.0, 112.0, 130.0):
+        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
+        pages.end_of_step(1, {})
+    assert returned == [100.0, 110.0, 130.0]
