@@ -105,8 +105,7 @@ def take_memory_peak() -> float:
 
 
 class FreePages(Observer):
-    """Gives free pages back to the system, at most every ten seconds: the next step needs most of them, which takes
-    half a second a GiB."""
+    """Gives free pages back, at most every ten seconds: the next step takes them again, half a second a GiB."""
 
     due = 0.0
 

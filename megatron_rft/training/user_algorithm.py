@@ -11,13 +11,14 @@ from pydantic import ValidationError
 from megatron_rft.config.algorithms.online import OwnAlgorithm
 from megatron_rft.config.messages import explain
 from megatron_rft.config.sections import Section
-from megatron_rft.objectives.base import PolicyObjective, Prepared, Setting, State
-from megatron_rft.records import Batch
+from megatron_rft.objectives.base import Loss, PolicyObjective, Prepared, Setting
+from megatron_rft.objectives.surrogates import Clipped
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 OPTION = "algorithm.objective"
 CAN_NEED = ("old_logprobs", "ref_logprobs", "reference", "values")
+RETURNED = {"prepare": Prepared, "loss": Loss, "surrogate": Loss, "clip": Clipped}
 OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `OwnAlgorithm` has for every class
 
 
@@ -34,14 +35,17 @@ def build_objective(section: OwnAlgorithm, setting: Setting) -> PolicyObjective:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
     _check_needs(objective)
-    objective.prepare = partial(_prepared, objective.prepare)
+    for name, kind in RETURNED.items():
+        if method := getattr(objective, name, None):
+            setattr(objective, name, partial(_checked, method, kind))
     return objective
 
 
-def _prepared(prepare: Callable[[Batch, State], Prepared], batch: Batch, state: State) -> Prepared:
-    if isinstance(prepared := prepare(batch, state), Prepared):
-        return prepared
-    raise user_code.broken(prepare, prepared, "return Prepared(updates, state)")
+def _checked(method: Callable, kind: type, *given: Any, **named: Any) -> Any:
+    if isinstance(returned := method(*given, **named), kind):
+        return returned
+    fields = ", ".join(inspect.signature(kind).parameters)
+    raise user_code.broken(method, returned, f"return {kind.__name__}({fields})")
 
 
 def _class(named: str) -> type[PolicyObjective]:
@@ -98,10 +102,7 @@ def _check_needs(objective: PolicyObjective) -> None:
             f"{did_you_mean(name, CAN_NEED)}"
         )
     if ("values" in objective.needs) != critic:
-        raise ConfigError(
-            "critic: the objective needs no values: set it to null"
-            if critic
-            else "critic: is missing, and the objective needs values. Give at least critic.lr, e.g. 1e-5"
-        )
+        missing = "critic: is missing, and the objective needs values. Give at least critic.lr, e.g. 1e-5"
+        raise ConfigError("critic: the objective needs no values: set it to null" if critic else missing)
     if objective.setting.reference and not objective.needs & {"ref_logprobs", "reference"}:
         raise ConfigError("model.reference does nothing: the objective needs no reference")

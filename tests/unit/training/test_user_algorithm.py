@@ -66,6 +66,10 @@ class Helped(GRPO):
 class Forgetful(GRPO):
     def prepare(self, batch, state):
         super().prepare(batch, state)
+
+class Bare(GRPO):
+    def clip(self, log_ratio, batch, advantages):
+        return log_ratio * advantages
 """
 
 
@@ -152,9 +156,15 @@ def test_what_prepare_returns_is_checked(made, sections):
     of_sequences = {"group": torch.tensor([0, 0]), "rewards": torch.tensor([1.0, 0.0])}
     batch = Batch.of([[1], [1]], [[5], [7]], tokens=ones, sequences=of_sequences)
     batch = batch.with_scalars(sampled_reward_sum=1.0, sampled_count=2.0)
-    words = r"prepare \(mine.py, line \d+\) returned None: return Prepared\(updates, state\)"
+    words = r"prepare \(mine.py, line \d+\) returned None: return Prepared\(updates, state, metrics\)"
     with pytest.raises(CodeError, match=words):
         objective.prepare(batch, objective.init())
+
+
+def test_what_clip_returns_is_checked(made):
+    words = r"clip \(mine.py, line \d+\) returned tensor.*: return Clipped\(terms, ratio, clipped\)"
+    with pytest.raises(CodeError, match=words):
+        made("Bare").clip(torch.zeros(2), None, torch.ones(2))
 
 
 def test_sections_without_effect(made):
