@@ -258,8 +258,7 @@ def offload() -> Iterator[Row]:
 
 
 def engine_process() -> Iterator[Row]:
-    """Check that every bit of every tensor arrives in another process after each sync, and in a process that replaces
-    a killed one."""
+    """Check that every bit arrives in another process after each sync, and in a process that replaces a killed one."""
     config, taken = qwen3("1.7b" if LARGE else "1m"), []
     build, shapes = partial(HFEngine, config, torch.bfloat16, DEVICE), hf_shapes(config)
     with tempfile.NamedTemporaryFile() as log, closing(EngineProcess(build, "engine", Path(log.name))) as engine:

@@ -169,8 +169,7 @@ def cut(library: bytes, keep: int = 90, newer: int = 120) -> bytes:
 
 
 def call(checks: dict[str, tuple], results: Path, limit: float, packages: Path, program: str = CHECKS) -> bool:
-    """Run the checks within `limit` seconds; what one left of its budget the next may use. Returns whether none
-    failed."""
+    """Run the checks within `limit` seconds; what one left of its budget the next may use. True if none failed."""
     end, later = time.monotonic() + limit - RESERVE, sum(budget for budget, *_ in checks.values())
     passed, started = True, {}
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as folder:
@@ -196,9 +195,8 @@ def unpack(packages: Path, site: Path) -> dict[str, str]:
             compileall.compile_dir(each, quiet=2, workers=0)
     sys.path.insert(0, str(site))  # where `machine` looks
     paths = ":".join(map(str, (site, ROOT, ROOT / "tools" / "bench", os.environ.get("PYTHONPATH", ""))))
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     given = {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return os.environ | offline | given
+    return os.environ | given | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def run(process: subprocess.Popen, log: Path, seconds: float) -> dict:
@@ -255,8 +253,7 @@ def machine() -> dict[str, str]:
 
 
 def report(results: Path, page: Path) -> None:
-    """Write the newest line of each check that ran on a GPU between the page's marks, beside what was predicted and
-    what its newest line of a CPU has."""
+    """Write each check's newest line of a GPU between the page's marks, beside predictions and its newest of a CPU."""
     newest = {(bool(record["device"]), record["check"]): record for record in read_json_lines(results)}
     predicted, text = json.loads(PREDICTED.read_text()), ""
     for check, record in ((check, record) for (on_gpu, check), record in newest.items() if on_gpu):
