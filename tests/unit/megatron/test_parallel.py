@@ -107,7 +107,7 @@ def test_the_groups_of_a_process_share_a_device():
     parallel.shutdown()
     for _ in range(2):
         parallel.initialize(Megatron())
-        assert devices() == 1
+        assert wait_until(lambda: devices() == 1, seconds=60)  # a thread names itself
         parallel.destroy_layout()
     parallel.shutdown()
     assert wait_until(lambda: not devices(), seconds=60)
