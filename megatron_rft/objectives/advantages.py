@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, segment_ids
 
 ROUNDING = 1e-6  # relative, of rewards that are sums in fp32
 
@@ -128,7 +128,7 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     following = torch.cat([values[1:], values.new_zeros(1)])
     following[(ends - 1)[lens > 0]] = 0.0
     delta = rewards + gamma * following - values
-    row, longest = torch.arange(len(lens)).repeat_interleave(lens), int(lens.max()) if len(lens) else 0
+    row, longest = segment_ids(lens), int(lens.max()) if len(lens) else 0
     time = torch.arange(len(delta)) + (longest - ends).repeat_interleave(lens)
     by_time = delta.new_zeros(longest, len(lens))  # [T, B], all responses end at the last time
     by_time[time, row] = delta

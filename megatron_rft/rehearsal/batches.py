@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, segment_ids
 
 FILL = 0.96  # share of the token budget; micro-batches of a real batch come close to it
 
@@ -88,5 +88,5 @@ def with_different_logprobs(batch: Batch) -> Batch:
 
 
 def _beside(batch: Batch, name: str, lens: Tensor) -> Batch:
-    ids = torch.arange(len(batch)).repeat_interleave(lens)
+    ids = segment_ids(lens)
     return replace(batch, **{f"{name}_ids": ids, f"{name}_lens": lens})

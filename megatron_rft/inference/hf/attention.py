@@ -47,7 +47,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class Rows:
+class Continuations:
     """The rows that continue n prompts, the same for all layers. `own` [L]: the prompt of each row; those of a prompt
     follow each other. `used`: the prompts that any row continues."""
 
@@ -56,12 +56,12 @@ class Rows:
         self.shape = len(self.used), int(counts.max())  # prompts, and places for rows of each
         number = torch.arange(len(own), device=own.device) - (counts.cumsum(0) - counts)[self.own]  # of its prompt's
         self.places = self.own * self.shape[1] + number
-        self._kept: tuple[Tensor, Rows] | None = None
+        self._kept: tuple[Tensor, Continuations] | None = None
 
-    def kept(self, index: Tensor) -> "Rows":
+    def kept(self, index: Tensor) -> "Continuations":
         """The rows `index`; one object for all layers that ask for them."""
         if self._kept is None or self._kept[0] is not index:
-            self._kept = index, Rows(self.own[index])
+            self._kept = index, Continuations(self.own[index])
         return self._kept[1]
 
     def times(self, of_rows: Tensor, of_prompts: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Rows:
 class Shared:
     """Keys and values of prompts [n, kv heads, S, d], once for all `rows` that continue them."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Rows):
+    def __init__(self, keys: Tensor, values: Tensor, rows: Continuations):
         self.rows, count = rows, len(rows.used)
         self.keys, self.values = (x if len(x) == count else x[rows.used] for x in (keys, values))
 
@@ -90,7 +90,7 @@ class InPlaceLayer(DynamicLayer):
     _room: tuple[Tensor, Tensor] | None = None
     shared: Shared | None = None
 
-    def share(self, rows: Rows) -> None:
+    def share(self, rows: Continuations) -> None:
         """Keep what there is once, and go on with `rows` that continue it."""
         self.shared, self._room, old = Shared(self.keys, self.values, rows), None, (self.keys, self.values)
         self.keys, self.values = (x.new_empty(len(rows.own), x.shape[1], 0, x.shape[3]) for x in old)

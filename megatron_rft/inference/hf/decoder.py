@@ -180,7 +180,7 @@ class Decoder:
         index = torch.tensor(own, device=ids.device)
         latent = hasattr(self.engine.model.config, "kv_lora_rank")  # what is cached are no keys
         if self.engine.takes_bias and not latent and len(own) > len(ids):
-            shared = attention.Rows(index)
+            shared = attention.Continuations(index)
             for layer in cache.layers:
                 layer.share(shared)
         else:
