@@ -31,7 +31,7 @@ def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
     found = dict(first(config, "rope_parameters", "rope_scaling", default={}))
     if isinstance(found.get(kind), dict):
         found = dict(found[kind])
-    elif family_of(config).local and kind == "sliding_attention":
+    elif family_of(config).local and kind == "sliding_attention" and "rope_theta" not in found:
         found = {"rope_theta": first(config, "rope_local_base_freq", "rope_theta")}
     found = {"rope_type": found.pop("type", "default"), "rope_theta": getattr(config, "rope_theta", None)} | found
     found |= {"rope_type": "default"} if found["rope_type"] == "mrope" else {}  # positions in three axes

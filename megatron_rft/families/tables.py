@@ -100,12 +100,13 @@ TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear
 
 @dataclass(frozen=True)
 class Family:
-    """`layer`: the table. `gemma`: embeddings are scaled, the feed-forward's gate is GELU, norms have weight 1 + w.
-    `prefix`, `tower`: in published files, in front of the language model's names and of the vision tower's, if it has
-    one."""
+    """`layer`: the table. `windows`: attention may have sliding windows. `gemma`: embeddings are scaled, the
+    feed-forward's gate is GELU, norms have weight 1 + w. `prefix`, `tower`: in published files, in front of the
+    language model's names and of the vision tower's, if it has one."""
 
     architecture: str
     layer: dict[str, str]
+    windows: bool = False
     gemma: bool = False
     prefix: str = "model."
     tower: str = ""
@@ -131,11 +132,6 @@ class Family:
         return self.has(SINK_ATTENTION)
 
     @property
-    def windows(self) -> bool:
-        """Whether attention may have sliding windows."""
-        return self.sinks or self.local
-
-    @property
     def zero_centred(self) -> bool:
         """Whether norms have weight 1 + w."""
         return self.gated or self.gemma
@@ -147,8 +143,12 @@ class Family:
 
     @property
     def local(self) -> bool:
-        """Whether layers with a window rotate by frequencies of their own, and norms follow attention and
-        feed-forward."""
+        """Whether layers with a window may rotate by frequencies of their own."""
+        return self.windows and not self.sinks
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether norms follow attention and feed-forward."""
         return self.has(POST_NORM)
 
     @property
@@ -156,6 +156,8 @@ class Family:
         return self.has(LATENT_ATTENTION)
 
 
+GEMMA = ATTENTION | QK_NORM | POST_NORM | PRE_MLP_NORM | DENSE | POST_MLP_NORM
+OLMO = PROJECTIONS | WHOLE_QK_NORM | POST_NORM | DENSE | POST_MLP_NORM
 GATED_ATTENTION = ATTENTION | QK_NORM
 GATED_EXPERTS = MLP_NORM | DENSE | EXPERTS | GATED_SHARED_EXPERT
 SIGMOID_EXPERTS = MLP_NORM | DENSE | EXPERTS | EXPERT_BIAS | SHARED_EXPERTS
@@ -171,12 +173,10 @@ FAMILIES = {  # by `model_type`
     "qwen3_next": Family("Qwen3NextForCausalLM", GATED_ATTENTION | NEXT_DELTA_NET | GATED_EXPERTS),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", GATED_ATTENTION | DELTA_NET | MLP_NORM | DENSE),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", GATED_ATTENTION | DELTA_NET | GATED_EXPERTS),
-    "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | INTERLEAVED_EXPERTS),
+    "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | INTERLEAVED_EXPERTS, windows=True),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", ATTENTION | WHOLE_QK_NORM | MLP_NORM | MIXTRAL_EXPERTS),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", ATTENTION | QK_NORM | POST_NORM | PRE_MLP_NORM | DENSE | POST_MLP_NORM, gemma=True
-    ),
-    "olmo3": Family("Olmo3ForCausalLM", PROJECTIONS | WHOLE_QK_NORM | POST_NORM | DENSE | POST_MLP_NORM),
+    "gemma3_text": Family("Gemma3ForCausalLM", GEMMA, windows=True, gemma=True),
+    "olmo3": Family("Olmo3ForCausalLM", OLMO, windows=True),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", LATENT_ATTENTION | SIGMOID_EXPERTS),
     "qwen2_5_vl_text": Family(
         "Qwen2_5_VLForConditionalGeneration", ATTENTION | QKV_BIAS | MLP_NORM | DENSE, tower="visual."

@@ -125,8 +125,7 @@ def _architecture(c: Any) -> dict[str, Any]:
     if family.sinks:
         options |= _sinks(c)
     if family.gemma:
-        gelu = partial(F.gelu, approximate="tanh")
-        options |= {"activation_func": gelu, "bias_activation_fusion": False}
+        options |= {"activation_func": partial(F.gelu, approximate="tanh"), "bias_activation_fusion": False}
     if family.gated:
         names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
         options |= {f"linear_{name}": getattr(c, f"linear_{name}") for name in names}
@@ -292,11 +291,12 @@ def _scaled(_module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
 def _frequencies(c: Any, layers: str = "full_attention") -> tuple[Tensor | None, float]:
     """transformers' rotary frequencies, and the factor of queries and keys: megatron-core supports only one llama3
     context length. None: the default's. `layers`: of this kind, in a `local` family."""
-    found, local = rope(c, layers), family_of(c).local
+    found = rope(c, layers)
     if found["rope_type"] != "default":
-        return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", **({"layer_type": layers} if local else {}))
+        own = {"layer_type": layers} if layers in c.rope_parameters else {}
+        return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", **own)
     default = 1.0 / found["rope_theta"] ** (torch.arange(0, head_dim(c), 2).float() / head_dim(c))
-    return (default if local else None), 1.0
+    return (default if family_of(c).local else None), 1.0
 
 
 def _scale(c: Any, layers: str) -> float:

@@ -51,15 +51,16 @@ def block_spec(
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
     if config.linear_attention_freq:
         _put_delta_nets(block, config, vp_stage)
-    if family.whole_qk_norm:
-        for layer in block.layer_specs:
-            attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
     for layer in block.layer_specs:
         (_with_transformer_engine if with_te else _with_torch)(layer.submodules, config)
+        attention = layer.submodules.self_attention
+        if family.whole_qk_norm:
+            attention.submodules.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
+            attention.submodules.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
         if family.local:
-            _make_local(layer.submodules, config, family, window_scale)
+            attention.module, attention.params["window_scale"] = LocalAttention, window_scale
+        if family.post_norm:
+            _add_post_norms(layer.submodules, config, family)
     if not with_te:
         block.layer_norm = RMSNorm
     return block
@@ -98,11 +99,9 @@ def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig
             parts.self_attention = ModuleSpec(module=DeltaNet, submodules=inner)
 
 
-def _make_local(layer: Any, config: TransformerConfig, family: Family, window_scale: float | None) -> None:
-    """Change the submodules of a layer: windows with their own angles, norms after attention and feed-forward, and none
-    before them where the family has none."""
-    layer.self_attention.module = LocalAttention
-    layer.self_attention.params["window_scale"] = window_scale
+def _add_post_norms(layer: Any, config: TransformerConfig, family: Family) -> None:
+    """Change the submodules of a layer: norms after attention and feed-forward, and none before them where the family
+    has none."""
     size = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
     layer.self_attn_bda = layer.mlp_bda = ModuleSpec(PostNorm, params=size)
     if not family.has(INPUT_NORM):

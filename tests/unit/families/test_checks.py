@@ -37,6 +37,14 @@ def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tm
     assert [rope(config, kind)["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 1e4]
 
 
+def test_rope_parameters_of_all_layers_are_those_of_layers_with_a_window_too():
+    flat = dict(rope_type="yarn", rope_theta=5e4, factor=4.0)
+    config = SimpleNamespace(model_type="olmo3", rope_parameters=flat)
+    assert rope(config, "full_attention") == rope(config, "sliding_attention") == flat | {"partial_rotary_factor": 1.0}
+    config = SimpleNamespace(model_type="olmo3", rope_scaling=dict(rope_type="yarn", factor=4.0), rope_theta=5e4)
+    assert [rope(config, f"{kind}_attention")["rope_type"] for kind in ("full", "sliding")] == ["yarn", "default"]
+
+
 @pytest.mark.parametrize(
     ("family", "field", "value", "words"),
     [
