@@ -5,18 +5,9 @@ import re
 from typing import Any
 
 from megatron_rft.families.shapes import expert_ffn, experts, first, head_dim
-from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, READ_BY, family_of
 from megatron_rft.families.towers import vision_of
 
-READ_BY = {  # options, and the families whose own code reads them
-    "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl_text"},
-    "use_qk_norm": {"glm4_moe"},
-    "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
-    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"},
-    "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
-    "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
-    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
-}
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

@@ -190,6 +190,15 @@ FAMILIES = {  # by `model_type`
 }
 VL, NAME = FAMILIES["qwen3_vl_text"], "Qwen3VLMoeForConditionalGeneration"
 FAMILIES["qwen3_vl_moe_text"] = replace(VL, architecture=NAME, layer=VL.layer | STACKED_EXPERTS)
+READ_BY = {  # options, and the families whose own code in transformers reads them
+    "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl_text"},
+    "use_qk_norm": {"glm4_moe"},
+    "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"},
+    "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
+    "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+}
 
 
 def family_of(config: Any) -> Family:

@@ -11,9 +11,10 @@ import transformers
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import load_config
-from megatron_rft.families.checks import READ_BY, rope, why_unsupported
+from megatron_rft.families.checks import rope, why_unsupported
 from megatron_rft.families.shapes import hf_shapes, of_json
 from megatron_rft.families.tables import FAMILIES as TABLES
+from megatron_rft.families.tables import READ_BY
 from megatron_rft.plan.layout import Layout, check_layout, problems
 from megatron_rft.plan.model_shape import ModelShape, read_shape
 from megatron_rft.utils.errors import ConfigError, DataError
@@ -101,7 +102,7 @@ def test_which_options_a_familys_code_reads(family):
     read = {option for option in READ_BY if re.search(rf"\b{option}\b", source)}
     listed = {option for option, families in READ_BY.items() if family in families}
     assert read == listed, (
-        f"READ_BY in families/checks.py: add {family} to {read - listed}, remove from {listed - read}"
+        f"READ_BY in families/tables.py: add {family} to {read - listed}, remove from {listed - read}"
     )
 
 
