@@ -11,6 +11,7 @@ from transformers import (
     GptOssConfig,
     MiniMaxM2Config,
     MistralConfig,
+    Olmo2Config,
     Olmo3Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -123,6 +124,7 @@ FAMILIES = {
             full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6), sliding_attention=DEFAULT
         ),
     ),
+    "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN),
     "olmo3": Olmo3Config(**SIZES, **WINDOWS, rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)),
     "gpt_oss": GptOssConfig(
         **SIZES,

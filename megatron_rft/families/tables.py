@@ -176,6 +176,7 @@ FAMILIES = {  # by `model_type`
     "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | INTERLEAVED_EXPERTS, windows=True),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", ATTENTION | WHOLE_QK_NORM | MLP_NORM | MIXTRAL_EXPERTS),
     "gemma3_text": Family("Gemma3ForCausalLM", GEMMA, windows=True, gemma=True),
+    "olmo2": Family("Olmo2ForCausalLM", OLMO),
     "olmo3": Family("Olmo3ForCausalLM", OLMO, windows=True),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", LATENT_ATTENTION | SIGMOID_EXPERTS),
     "qwen2_5_vl_text": Family(
@@ -193,7 +194,7 @@ FAMILIES["qwen3_vl_moe_text"] = replace(VL, architecture=NAME, layer=VL.layer | 
 READ_BY = {  # options, and the families whose own code in transformers reads them
     "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl_text"},
     "use_qk_norm": {"glm4_moe"},
-    "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
+    "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "olmo2"}
     | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"},
     "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
     "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}

@@ -4,7 +4,7 @@ A layer with a window rotates queries and keys by frequencies of its own, and it
 where only the others extend the context by YaRN. megatron-core passes one tensor of angles to all layers, so it has
 both kinds beside each other. A norm also follows attention and the feed-forward, before the residual is added:
 
-    x = x + norm(attention(norm(x)))        Gemma 3; OLMo 3 has no norm inside
+    x = x + norm(attention(norm(x)))        Gemma 3; OLMo 2 and 3 have no norm inside
 """
 
 import copy

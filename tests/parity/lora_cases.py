@@ -28,11 +28,11 @@ from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
 from tests.parity.hf_cases import FAMILIES, section
 from tests.parity.layouts import release, shutdown
 
-NEW, DENSE = TEXT | SEEING, ("qwen2_5_vl", "qwen3_vl")
+NEW, DENSE, OLMO = TEXT | SEEING, ("qwen2_5_vl", "qwen3_vl"), ("olmo2", "olmo3")
 LOGPROBS = frozenset({"logprobs"})
 ATTENTION = Lora(rank=4, alpha=8.0, targets=["attention"])
 OPTIONS = {
-    **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5", *DENSE)},
+    **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", *OLMO, "qwen3_5", *DENSE)},
     "qwen2_5_vl vision": Lora(rank=3, alpha=6.0, targets=["attention", "vision"]),
     "qwen3_vl_moe vision": Lora(rank=3, alpha=3.0, targets=["attention", "vision"]),
     "qwen3_vl vision": Lora(rank=4, alpha=2.0, targets=["vision"]),
@@ -48,7 +48,7 @@ CASES = {  # world size -> family -> layouts
         "qwen2": [""],
         "llama": ["", "recompute=1"],
         "qwen3_moe": [""],
-        **{family: ["", "padded=1,shared=0"] for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
+        **{family: ["", "padded=1,shared=0"] for family in ("mistral", "gemma3_text", *OLMO, "qwen3_5")},
         **{family: [""] for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
         **{family: ["", "recompute=1"] for family in DENSE},
         "qwen2_5_vl vision": ["budget=40"],
@@ -60,7 +60,7 @@ CASES = {  # world size -> family -> layouts
         "qwen2": ["tp=2,sp=1", "tp=2"],
         "llama": ["tp=2"],
         "qwen3_moe": ["tp=2,sp=1"],
-        **{family: ["tp=2,sp=1"] for family in ("gemma3_text", "olmo3", "qwen3_5", "glm4_moe", *DENSE)},
+        **{family: ["tp=2,sp=1"] for family in ("gemma3_text", *OLMO, "qwen3_5", "glm4_moe", *DENSE)},
         "qwen2_5_vl vision": ["tp=2,sp=1", "pp=2,vpp=2"],
         "qwen3_vl vision": ["tp=2", "cp=2", "dp=2,budget=40"],
     },

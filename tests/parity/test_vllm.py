@@ -1,7 +1,8 @@
 """vLLM with an actor's weights against transformers with the same weights, exported: three families, tied and untied,
 from actors of TP 1, TP 2 and PP 2, two syncs each, which are six of an engine; fp32. One of them on an engine of two
 workers, in fp32 and, roughly, with FP8 weights. A mixture of experts, from actors of TP 1, EP 2 and TP 2, on an engine
-of one worker, and of two in both ways. Mistral, GLM-4.5 with its router's buffers, and Gemma 3 and OLMo 3 with windows.
+of one worker, and of two in both ways. Mistral, GLM-4.5 with its router's buffers, OLMo 2, and Gemma 3 and OLMo 3
+with windows.
 
 Outside of the ranks one engine process. The ranks of the engine of two workers are those of the real torchrun. With
 MEGATRON_RFT_PARITY=all five syncs from each actor, engines in the ranks, processes and servers of all, in minutes.
@@ -19,11 +20,12 @@ from tests.parity.launch import EVERYTHING, run_ranks, torchrun
 MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]
 MORE = ["experts/untied", "mistral/untied", "glm4_moe/untied", "gemma3/tied"]
 WORKERS = ["together/qwen2/tied", "together/experts/untied", "apart/experts/untied"]
-# vLLM has no OLMo 3 of its own, and changes the class of transformers in its process
-OUTSIDE = ["process/llama/untied", "process/olmo3/untied"]
+# vLLM has no OLMo of its own, and changes the class of transformers in its process
+OLMO = ["process/olmo2/untied", "process/olmo3/untied"]
+OUTSIDE = ["process/llama/untied", *OLMO]
 if EVERYTHING:
     OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in [*MODELS, "experts/untied"]]
-    OUTSIDE += ["process/olmo3/untied"]
+    OUTSIDE += OLMO
 ELSEWHERE = () if EVERYTHING else ("qwen2/tied", "llama/untied")  # on two workers, and in a process
 COLOCATED = [f"colocated/{model}" for model in [*MODELS, *MORE] if model not in ELSEWHERE]
 SYNCS = 5 if EVERYTHING else 2

@@ -23,6 +23,7 @@ from transformers import (
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Olmo3Config,
     Qwen2Config,
     Qwen3Config,
@@ -48,12 +49,14 @@ from tests.shapes import sizes
 
 SHAPE = sizes(2, 128, 4, 2, 96, vocab_size=130, max_position_embeddings=256)
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "experts": Qwen3MoeConfig}
-FAMILIES |= {"mistral": MistralConfig, "glm4_moe": Glm4MoeConfig, "gemma3": Gemma3TextConfig, "olmo3": Olmo3Config}
+FAMILIES |= {"mistral": MistralConfig, "glm4_moe": Glm4MoeConfig, "gemma3": Gemma3TextConfig}
+FAMILIES |= {"olmo2": Olmo2Config, "olmo3": Olmo3Config}
 TOGETHER = {"together": {}, "apart": {"enable_expert_parallel": True}}
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
 WINDOWS = dict(head_dim=32, sliding_window=24, layer_types=["sliding_attention", "full_attention"])
 MORE = {
     "gemma3": WINDOWS | dict(query_pre_attn_scalar=24),
+    "olmo2": dict(eos_token_id=None, pad_token_id=None),
     "olmo3": WINDOWS | dict(eos_token_id=None, pad_token_id=None),
     "qwen3": dict(head_dim=32),
     "experts": EXPERTS,
