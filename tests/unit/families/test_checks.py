@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
+import megatron_rft
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import load_config
 from megatron_rft.families.checks import rope, why_unsupported
@@ -104,6 +105,52 @@ def test_which_options_a_familys_code_reads(family):
     assert read == listed, (
         f"READ_BY in families/tables.py: add {family} to {read - listed}, remove from {listed - read}"
     )
+
+
+# of how transformers computes, of padding, of its loss, and of vision towers, which are transformers' own modules
+ELSEWHERE = {"_attn_implementation", "use_cache", "pad_token_id", "num_heads", "mm_tokens_per_image"}
+ELSEWHERE |= {"fullatt_block_indexes", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+NO_DROPOUT = re.compile(r"\w*dropout|\w+_pdrop")  # in no family, whatever its configuration says
+
+
+def read_by_transformers(family: str) -> set[str]:
+    """The fields of the configuration that the family's own code in transformers computes with."""
+    folder = Path(transformers.models.__path__[0], family.removesuffix("_text"))
+    source = "".join(path.read_text() for path in folder.glob("modeling_*.py"))
+    found = re.findall(r"\bconfig(?:\.|, [\"'])(\w+)", source)
+    return {name for name in found if not NO_DROPOUT.fullmatch(name)} - ELSEWHERE
+
+
+def unread(family: str) -> set[str]:
+    """Of these the fields that no code here names."""
+    package = Path(megatron_rft.__path__[0])
+    rooms = ("families", "conversion", "megatron")
+    source = "".join(path.read_text() for room in rooms for path in (package / room).glob("*.py"))
+    return read_by_transformers(family) - set(re.findall(r"\w+", source))
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_each_field_that_changes_a_familys_numbers_is_read(family):
+    fields = unread(family)
+    assert not fields, (
+        f"transformers' code of {family} reads {fields}, and nothing here does: compute them (megatron/model.py), "
+        "refuse them (families/checks.py), or say in ELSEWHERE that they change no log-prob"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("starcoder2", {"use_bias", "norm_epsilon"}),
+        ("smollm3", {"no_rope_layers"}),
+        ("phi3", {"original_max_position_embeddings"}),  # of longrope, which is refused, too
+        ("granite", {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}),
+        ("cohere", {"layer_norm_eps", "logit_scale"}),
+        ("seed_oss", set()),
+    ],
+)
+def test_what_a_new_family_would_have_to_read(family, fields):
+    assert unread(family) == fields
 
 
 @pytest.mark.parametrize(
