@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.shapes import hf_shapes, of_json
 from megatron_rft.families.tables import family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.utils.errors import DataError
@@ -67,8 +67,10 @@ SEEN = re.compile(r"(model\.)?visual\.")
 def load_config(folder: Path) -> PreTrainedConfig:
     """Load the configuration of the language model in `folder`, as `language_config` returns it. Raises DataError."""
     try:
-        return language_config(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, StrictDataclassError) as error:  # transformers raises the last for invalid values
+        # first, as transformers asks whether to run code from the folder where it has none of the model
+        family_of(of_json(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+        return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError, DataError, StrictDataclassError) as error:  # the last: transformers, of invalid values
         reason = str(error).splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else error
         raise DataError(f"no model configuration can be loaded from {folder}: {reason}") from None
 

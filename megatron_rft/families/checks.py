@@ -73,8 +73,7 @@ def _unread(c: Any) -> list[str]:
 
 def _windows(c: Any) -> list[str]:
     window, kinds = first(c, "sliding_window"), set(getattr(c, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    unknown -= {"linear_attention"} if family_of(c).gated else set()
+    unknown = kinds - {"full_attention", "linear_attention" if family_of(c).gated else None, "sliding_attention"}
     if window is None and "sliding_attention" in kinds:
         unknown |= {"sliding_attention without sliding_window"}
     if not family_of(c).windows and (kinds & {"sliding_attention"} or (window and c.model_type == "mistral")):

@@ -110,7 +110,7 @@ def of_json(config: dict[str, Any]) -> SimpleNamespace:
     kinds = [name for name, family in FAMILIES.items() if family.architecture in (config.get("architectures") or ())]
     kind = {"model_type": kinds[0] if kinds else None}
     found = kind | config | (config.get("text_config") or {})
-    if kinds and found["model_type"] not in FAMILIES:  # published files of Qwen2.5-VL have no text_config
+    if found["model_type"] not in FAMILIES and kinds and FAMILIES[kinds[0]].tower:  # Qwen2.5-VL has no text_config
         found |= kind
     return SimpleNamespace(**(LEFT_OUT if found["model_type"] == "gemma3_text" else {}) | found)
 

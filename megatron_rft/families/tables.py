@@ -204,8 +204,10 @@ READ_BY = {  # options, and the families whose own code in transformers reads th
 
 def family_of(config: Any) -> Family:
     """The family of a model's configuration, by its `model_type`."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        known = ", ".join(f"{name} ({f.architecture})" for name, f in FAMILIES.items())
-        raise DataError(f"model_type {config.model_type!r} is not supported. Supported: {known}")
-    return family
+    if family := FAMILIES.get(config.model_type):
+        return family
+    named = getattr(config, "architectures", None) or ["none"]
+    same = [name for name, family in FAMILIES.items() if family.architecture in named]
+    fix = f". If it has the layers of {same[0]}, whose architecture it names, make that its model_type" if same else ""
+    what = f"model_type {config.model_type!r} is not supported (architectures: {', '.join(named)}){fix}. Supported: "
+    raise DataError(f"{what}{', '.join(FAMILIES)} (docs/models.md; CONTRIBUTING.md says how to add one)")

@@ -293,8 +293,8 @@ def _frequencies(c: Any, layers: str = "full_attention") -> tuple[Tensor | None,
     context length. None: the default's. `layers`: of this kind, in a `local` family."""
     found = rope(c, layers)
     if found["rope_type"] != "default":
-        own = {"layer_type": layers} if layers in c.rope_parameters else {}
-        return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", **own)
+        own = layers if layers in c.rope_parameters else None
+        return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", layer_type=own)
     default = 1.0 / found["rope_theta"] ** (torch.arange(0, head_dim(c), 2).float() / head_dim(c))
     return (default if family_of(c).local else None), 1.0
 

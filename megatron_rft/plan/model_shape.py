@@ -20,7 +20,7 @@ from megatron_rft.families.shapes import (
     layer_parts,
     of_json,
 )
-from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.plan.tower import Tower
 from megatron_rft.utils.errors import DataError, did_you_mean
@@ -130,12 +130,6 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
     config, file = read_config(folder, option), folder / "config.json"
     c = of_json(config)
-    if c.model_type not in FAMILIES:
-        raise DataError(
-            f"{option}: the architecture of {folder} is not supported: "
-            f"{', '.join(config.get('architectures') or ['none named'])}. "
-            f"Supported are {', '.join(family.architecture for family in FAMILIES.values())}"
-        )
     kinds, layers = first(c, "layer_types"), first(c, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise DataError(
@@ -144,7 +138,9 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
         )
     try:
         if refused := why_unsupported(c):
-            raise DataError(f"{option}: {folder}: {refused}")
+            raise DataError(refused)
         return ModelShape(config)
+    except DataError as error:
+        raise DataError(f"{option}: {file}: {error}") from None
     except AttributeError as error:
         raise DataError(f"{option}: {file} lacks {error.name!r}") from None

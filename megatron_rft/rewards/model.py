@@ -21,7 +21,7 @@ class ModelReward(Reward):
 
         try:
             with one_of_node(model) as ask:
-                here = {"local_files_only": not ask}
+                here = {"local_files_only": not ask, "trust_remote_code": False}
                 self.tokenizer = AutoTokenizer.from_pretrained(model, **here)
                 self.model = AutoModelForSequenceClassification.from_pretrained(model, **here).eval()
         except (OSError, ValueError) as error:

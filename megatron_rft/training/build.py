@@ -41,7 +41,7 @@ def load_tokenizer(model: Model) -> Any:
             "another of transformers' files). Set model.tokenizer to a folder or hub name that has one"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"model.tokenizer: no tokenizer can be loaded from {folder}: {error}") from None
 

@@ -100,7 +100,7 @@ def check_tokenizer(path: str, tokenizer: Any, folder: Path) -> None:
     if tokenizer_fingerprint(theirs) == tokenizer_fingerprint(folder):
         return
     try:
-        other = AutoTokenizer.from_pretrained(theirs)
+        other = AutoTokenizer.from_pretrained(theirs, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"teacher: no tokenizer can be loaded from {theirs}: {error}") from None
     for number in range(max(len(tokenizer), len(other))):

@@ -363,9 +363,10 @@ class TestPlan:
         assert "Transformer Engine" in refusal(recipe, option, world_size=1)
 
     def test_architecture(self, recipe):
-        shape = SHAPE | {"architectures": ["MambaForCausalLM"]}
+        shape = SHAPE | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
         (recipe.parent / "model" / "config.json").write_text(json.dumps(shape))
-        assert "not supported: MambaForCausalLM. Supported are Qwen2ForCausalLM" in refusal(recipe, world_size=1)
+        words = "config.json: model_type 'mamba' is not supported (architectures: MambaForCausalLM). Supported: qwen2"
+        assert words in refusal(recipe, world_size=1)
 
     def test_as_many_kinds_of_layers_as_layers(self, recipe):
         shape = SHAPE | {"layer_types": ["full_attention"] * (SHAPE["num_hidden_layers"] + 1)}

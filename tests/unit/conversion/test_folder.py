@@ -111,11 +111,17 @@ def test_no_folder_no_weights_and_pickles(tmp_path):
     [
         ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\) must be equal to the number of `layer_types` \(2\)"),
         ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
-        ({"model_type": "none such"}, "none such"),
+        (
+            {"model_type": "none such", "architectures": ["Qwen3ForCausalLM"]},
+            "model_type 'none such' is not supported .* has the layers of qwen3, whose",
+        ),
+        # transformers would ask whether to run code that is in the folder
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "model_type 'mine' is not supported"),
     ],
 )
 def test_a_configuration_that_cannot_be(tmp_path, wrong, why):
     CONFIG.save_pretrained(tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit")
     assert load_config(tmp_path).num_hidden_layers == 2
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
