@@ -13,7 +13,7 @@ from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
 from megatron_rft.data.hub import model_folder
-from megatron_rft.megatron import model as models
+from megatron_rft.families.checks import why_unsupported
 from megatron_rft.training import adapters, build
 from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.checkpoint_files import complete, damage
@@ -99,7 +99,8 @@ def convert(path: str, out: Path, to: str | None = None, like: str | None = None
     """Convert the checkpoint at `path`. The arguments are those of the command line. Returns None for adapters in
     PEFT's format."""
     source = find_source(path, like)
-    models.check_architecture(source.hf_config)
+    if refused := why_unsupported(source.hf_config):
+        raise DataError(f"{source.path}: {refused}")
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
     return write_peft(source, out, like) if to == "peft" else conversion.convert(source, out, to)

@@ -188,6 +188,8 @@ def is_beside(name: str, layers: int) -> bool:
 def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
     """Raise one DataError that lists all `problems`: kind -> names of tensors. Empty lists are no problem."""
     found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    named = set(getattr(hf_config, "architectures", None) or ()) - {family_of(hf_config).architecture}
+    found += [f"its configuration names the architecture {', '.join(named)}"] if found and named else []
     if found:
         raise DataError(f"{path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found))
 

@@ -54,7 +54,8 @@ def fields_of(config_class: type, megatron: Any) -> dict[str, Any]:
 def transformer_config(hf_config: Any, megatron: Any, precision: str) -> TransformerConfig:
     """Translate `hf_config` and the section `megatron` to megatron-core's configuration. precision: fp32 | bf16 |
     fp8."""
-    check_architecture(hf_config)
+    if refused := why_unsupported(hf_config):  # megatron-core's model would silently compute it differently
+        raise DataError(refused)
     expert_tensor = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
     if megatron.expert_model_parallel_size > 1 and expert_tensor > 1 and not torch.cuda.is_available():
         raise ConfigError("on CPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)")
@@ -81,12 +82,6 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
         return (MLATransformerConfig if family_of(hf_config).latent else TransformerConfig)(**options)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this combination of the section `megatron`: {error}") from error
-
-
-def check_architecture(hf_config: Any) -> None:
-    """Raise DataError for a configuration that megatron-core's model would silently compute differently."""
-    if refused := why_unsupported(hf_config):
-        raise DataError(refused)
 
 
 def _unset(weight: Tensor) -> None:

@@ -93,6 +93,10 @@ def test_what_is_wrong_with_the_tensors_is_named(tmp_path):
     assert "1 missing: model.layers.1.self_attn.q_norm.weight" in text
     assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
     assert "model.norm.weight (9,), config.json says (16,)" in text
+    assert "names the architecture" not in text
+    other = Qwen3Config(**CONFIG.to_dict() | {"architectures": ["Phi3ForCausalLM"]})
+    with pytest.raises(DataError, match="; its configuration names the architecture Phi3ForCausalLM"):
+        HFFolder(tmp_path / "out", other)
 
 
 def test_no_folder_no_weights_and_pickles(tmp_path):
