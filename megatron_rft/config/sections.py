@@ -496,10 +496,10 @@ class Faults(Section):
     """Seconds within which an engine process must be ready."""
     engine_silence_s: Positive = 300.0
     """Seconds without progress after which an engine process counts as hung and is replaced."""
-    mismatch_kl: NonNegative | None = 0.05
-    """Alarm if the KL between engine and trainer, from log-probs of the same tokens, is above this. None: never."""
-    mismatch_share: NonNegative | None = 0.25
-    """The same for the share of tokens whose log-probs differ by more than 0.1."""
+    mismatch_kl: NonNegative = 0.05
+    """Alarm if the KL between engine and trainer, from log-probs of the same tokens, is above this. 1e9: never."""
+    mismatch_share: ShareOrAll = 0.25
+    """The same for the share of tokens whose log-probs differ by more than 0.1. 1: never."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """warn: an alarm writes a line to the log. stop: it ends the run."""
     compare_weights_every: Natural = 0

@@ -201,8 +201,7 @@ class GivenTracking(s.Tracking, without=["sampled_steps"]):
     sampled_steps = 0
 
 
-class GivenFaults(s.Faults, without=["engine_start_s", "engine_silence_s", "compare_weights_every", *MISMATCH]):
-    mismatch_kl = mismatch_share = None
+class GivenFaults(s.Faults, without=["engine_start_s", "engine_silence_s", "compare_weights_every", *MISMATCH]): ...
 
 
 class OfflineEvaluation(Evaluation):

@@ -18,10 +18,11 @@ from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch, like
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """[R] 0.5 max((V - R)^2, (clip(V, V_old +- clip) - R)^2). V = 2, V_old = 1, R = 0, clip 0.5: max(4, 2.25) / 2."""
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """[R] 0.5 max((V - R)^2, (clip(V, V_old +- clip) - R)^2). V = 2, V_old = 1, R = 0, clip 0.5: max(4, 2.25) / 2.
+    Clip 0: 0.5 (V - R)^2."""
     loss = (values - returns) ** 2
-    if clip is not None:
+    if clip:
         bounded = old_values + (values - old_values).clamp(-clip, clip)
         loss = torch.maximum(loss, (bounded - returns) ** 2)
     return 0.5 * loss
@@ -80,6 +81,6 @@ class PPO(PolicyGradient):
         clip = self.critic.value_clip
         terms = value_loss(values, old_values, returns, clip)
         moved = (values.detach() - old_values).abs()
-        clipped = torch.zeros_like(moved) if clip is None else (moved > clip).to(moved)
+        clipped = (moved > (clip or torch.inf)).to(moved)
         metrics: dict[str, Sum] = {"clip_fraction": aggregate(clipped, batch, "token_mean")}
         return Loss({"value_loss": (1.0, aggregate(terms, batch, "token_mean"))}, metrics)

@@ -77,7 +77,7 @@ class MismatchBounds(Observer):
         beyond = [
             f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
             for name, bound in bounds.items()
-            if bound is not None and not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
+            if not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
         ]
         if not beyond:
             return None

@@ -49,8 +49,8 @@ class Critic(Section):
     """Optimizer steps over which the rate rises linearly from 0."""
     clip_grad: NonNegative = 1.0
     """Maximum norm of the whole gradient; 0 does not clip."""
-    value_clip: Positive | None = 0.2
-    """Clip a value's change since sampling to this much in the loss. null: no clip."""
+    value_clip: NonNegative = 0.2
+    """Clip a value's change since sampling to this much in the loss; 0 does not clip."""
     warmup_steps: Natural = 0
     """Training steps at the start in which only the critic is updated."""
 

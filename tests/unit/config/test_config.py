@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rft import config
 from megatron_rft.config import difference, dump, load
 from megatron_rft.config.passthrough import SOURCES, fields, reason_to_refuse, refused
+from megatron_rft.config.sections import Section
 from megatron_rft.megatron.model import fields_of
 from megatron_rft.plan import check, checks
 from megatron_rft.plan.layout import Layout, possible, problems
@@ -69,6 +71,16 @@ class TestLoading:
             recipe, ["data.train=math500", "data.train={path: examples/quickstart/arithmetic.py:rows}"]
         ).data.train
         assert (other.path, other.adapter) == ("examples/quickstart/arithmetic.py:rows", None)
+
+    def test_null_is_a_value_only_where_it_is_the_default(self):
+        """null takes the default: an option with another one could never be null."""
+        kinds = [Section]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        for kind in kinds:
+            for name, option in kind.model_fields.items() if kind.__module__.startswith("megatron_rft.") else ():
+                takes_null = type(None) in (option.annotation, *get_args(option.annotation))
+                assert not takes_null or option.default is None, f"{kind.__name__}.{name}"
 
     def test_base_merges_and_null_removes(self, recipe):
         child = recipe.parent / "sub" / "child.yaml"

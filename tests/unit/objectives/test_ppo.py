@@ -35,16 +35,17 @@ def test_whitening(make_batch):
 
 
 @pytest.mark.parametrize(
-    "value, old, target, loss, gradient",
+    "value, old, target, clip, loss, gradient",
     [
-        (2.0, 1.0, 0.0, 2.0, 2.0),  # max(4, 1.5 squared): moved away beyond the clip, and is pulled back
-        (2.0, 1.0, 3.0, 1.125, 0.0),  # max(1, 1.5 squared): moved far enough towards it
-        (1.25, 1.0, 3.0, 1.53125, -1.75),  # within the clip
+        (2.0, 1.0, 0.0, 0.5, 2.0, 2.0),  # max(4, 1.5 squared): moved away beyond the clip, and is pulled back
+        (2.0, 1.0, 3.0, 0.5, 1.125, 0.0),  # max(1, 1.5 squared): moved far enough towards it
+        (1.25, 1.0, 3.0, 0.5, 1.53125, -1.75),  # within the clip
+        (2.0, 1.0, 3.0, 0.0, 0.5, -1.0),  # no clip
     ],
 )
-def test_value_loss_by_hand(value, old, target, loss, gradient):
+def test_value_loss_by_hand(value, old, target, clip, loss, gradient):
     values = torch.tensor([value], requires_grad=True)
-    found = value_loss(values, torch.tensor([old]), torch.tensor([target]), 0.5)
+    found = value_loss(values, torch.tensor([old]), torch.tensor([target]), clip)
     found.sum().backward()
     assert found.item() == pytest.approx(loss) and values.grad.item() == pytest.approx(gradient)
 
