@@ -23,10 +23,8 @@ CORRECT = (
     "Set algorithm.importance to truncated or masked (importance weights), or algorithm.old_logprobs to rollout (the "
     "ratio is then relative to the policy that sampled)"
 )
-ON_POLICY = (
-    "where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
-    "algorithm.mini_batch_prompts or algorithm.epochs"
-)
+SEVERAL_STEPS = "leave it out, or set algorithm.mini_batch_prompts or algorithm.epochs"
+ON_POLICY = f"where a sampled batch gets one on-policy step, whose ratio is 1: {SEVERAL_STEPS}"
 MISMATCH = ["mismatch_kl", "mismatch_share", "on_mismatch"]
 ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
 
@@ -95,6 +93,9 @@ class OnlineRecipe(Recipe, trainer="rl"):
             if needed and not self.critic:
                 how = "Give at least critic.lr, e.g. 1e-5"
                 raise at("critic", f"is missing: {name} trains a separate value model. {how}")
+            if self.critic:
+                why = "where a sampled batch gets one step, before which no value has changed"
+                self.critic.unused(self.one_step, f"{why}: {SEVERAL_STEPS}", "value_clip", place="critic.")
         if self.critic and self.critic.warmup_steps >= self.run.steps:
             warmup, steps = self.critic.warmup_steps, self.run.steps
             raise at("critic.warmup_steps", f"{warmup} leaves the policy no step: the run has {steps}")
@@ -138,11 +139,8 @@ class OnlineRecipe(Recipe, trainer="rl"):
     def _check_staleness(self):
         stale = self.rollout.staleness
         if self.rollout.placement == "colocated":
-            raise at(
-                "rollout.staleness",
-                f"{stale}: an engine in the rank's process cannot generate while the rank trains. Set "
-                "rollout.placement to process or server",
-            )
+            why = "an engine in a rank cannot generate while the rank trains: set rollout.placement=process or server"
+            raise at("rollout.staleness", f"{stale}: {why}")
         if not self.corrects:
             why = "responses come from older weights, and nothing corrects for it"
             raise at("rollout.staleness", f"{stale}: {why}. {CORRECT}")
@@ -160,9 +158,8 @@ class OnlineRecipe(Recipe, trainer="rl"):
 
     def _check_ratio(self):
         """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
-        algorithm = self.algorithm
+        algorithm, clips = self.algorithm, ("clip_low", "clip_high", "dual_clip")
         on_policy = self.one_step and algorithm.old_logprobs == "recompute"
-        clips = ("clip_low", "clip_high", "dual_clip")
         unused = clips if algorithm.has_ratio else ["importance_cap"]
         algorithm.unused(on_policy, ON_POLICY, *unused, place="algorithm.")
         dead = clips if algorithm.differs("importance_cap") else (*clips, "old_logprobs")

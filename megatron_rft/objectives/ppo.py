@@ -19,8 +19,7 @@ from megatron_rft.records import Batch, like
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """[R] 0.5 max((V - R)^2, (clip(V, V_old +- clip) - R)^2). V = 2, V_old = 1, R = 0, clip 0.5: max(4, 2.25) / 2.
-    Clip 0: 0.5 (V - R)^2."""
+    """[R] 0.5 max((V - R)^2, (clip(V, V_old +- clip) - R)^2); the first alone if clip is 0. (2, 1, 0, 0.5): 2."""
     loss = (values - returns) ** 2
     if clip:
         bounded = old_values + (values - old_values).clamp(-clip, clip)
@@ -76,11 +75,9 @@ class PPO(PolicyGradient):
         return advantages, returns
 
     def value_loss(self, outputs: Outputs, batch: Batch) -> Loss:
-        values = outputs["values"]
+        values, clip = outputs["values"], self.critic.value_clip
         old_values, returns = like(batch.tokens["values"], values), like(batch.tokens["returns"], values)
-        clip = self.critic.value_clip
         terms = value_loss(values, old_values, returns, clip)
-        moved = (values.detach() - old_values).abs()
-        clipped = (moved > (clip or torch.inf)).to(moved)
+        clipped = ((values.detach() - old_values).abs() > (clip or torch.inf)).to(values)
         metrics: dict[str, Sum] = {"clip_fraction": aggregate(clipped, batch, "token_mean")}
         return Loss({"value_loss": (1.0, aggregate(terms, batch, "token_mean"))}, metrics)

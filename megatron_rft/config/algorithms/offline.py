@@ -133,6 +133,9 @@ class FPA(OffRL, name="fpa"):
     fpa_on: Literal["both", "correct", "incorrect"] = "both"
     """Trajectories weighted by the extrapolated policy; the others are weighted by the current one."""
 
+    def _check(self):
+        self.unused(not self.extrapolation, "while extrapolation is 0: both are weighted alike", "fpa_on")
+
 
 class OfflineDistillation(Teaching, Offline, name="offline_distil"):
     """Distillation from a teacher on all trajectories, right or wrong."""

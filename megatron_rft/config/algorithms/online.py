@@ -36,6 +36,9 @@ class PPO(Clipped, name="ppo"):
     whiten_advantages: bool = True
     """The same for the advantages of all tokens."""
 
+    def _check(self):
+        self.unused(not self.gamma, "while gamma is 0: no later token counts", "lam")
+
 
 class Critic(Section):
     """PPO's value model: the policy's architecture with a value head. The other options of `optimizer`, and `megatron`

@@ -63,6 +63,7 @@ def test_refused(recipe):
     assert "must be even: a pair has two" in refusal(offline, "algorithm.name=dpo", "algorithm.batch_sequences=7")
     assert "needs no distribution" in refusal(offline, "algorithm.name=off_rl", "algorithm.reference=cached_hidden")
     assert "while kl_coefficient is 0" in refusal(offline, "algorithm.kl_aggregation=token_mean")
+    assert "while extrapolation is 0" in refusal(offline, "algorithm.extrapolation=0", "algorithm.fpa_on=correct")
     assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
     assert "data.validation: does nothing while" in refusal(offline, "data.validation=math500", "evaluation.every=0")
     assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")

@@ -67,6 +67,14 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
             "critic.lr_warmup_steps: 41 is beyond the run's optimizer steps, 40",
         ),
         (["critic.lr=1e-5"], "critic: does nothing with algorithm grpo"),
+        (
+            ["algorithm.name=ppo", "critic={lr: 1e-5, value_clip: 0.5}", "algorithm.mini_batch_prompts=null"],
+            "critic.value_clip: does nothing where a sampled batch gets one step",
+        ),
+        (
+            ["algorithm={name: ppo, gamma: 0.0, lam: 0.5}", "critic={lr: 1e-5}"],
+            "algorithm.lam: does nothing while gamma is 0",
+        ),
         (["algorithm={name: sdpo, feedback: []}"], "algorithm.feedback: is empty"),
         (["algorithm={name: sdpo, feedback: [luck]}"], "'luck' is not one of"),
         (["algorithm={name: sdpo, feedback: [error, error]}"], "names a source twice"),
