@@ -14,12 +14,12 @@ from megatron_rft.records import Batch, like
 
 
 def optimal_values(rewards: Tensor, groups: Tensor, beta: float) -> Tensor:
-    """[B] V of each trajectory's problem: close to the mean reward for a large beta, to the best for a small one."""
+    """[B] V of each trajectory's problem: the mean reward in the limit of a large beta, the best in that of a small."""
     distinct, group = groups.unique(return_inverse=True)
     scaled = rewards.double() / beta
     top = torch.full((len(distinct),), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, scaled, "amax")
-    total = torch.zeros_like(top).index_add(0, group, (scaled - top[group]).exp())
-    values = beta * (top + (total / group.bincount()).log())
+    total = torch.zeros_like(top).index_add(0, group, (scaled - top[group]).expm1())
+    values = beta * (top + (total / group.bincount()).log1p())
     return values[group].float()
 
 

@@ -223,11 +223,12 @@ def test_a_trajectory_without_a_trained_token_moves_no_loss():
 
 
 def test_optimal_values_by_hand():
-    """beta 1: log((e + 1/e) / 2) with one right of two, +1 and -1 where all are. Small beta: the best reward."""
+    """beta 1: log((e + 1/e) / 2) with one right of two, +1 and -1 where all are. Small: the best; large: the mean."""
     rewards, groups = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0]), torch.tensor([3, 3, 5, 5, 8])
     values = optimal_values(rewards, groups, 1.0)
     torch.testing.assert_close(values, torch.tensor([math.log(math.cosh(1))] * 2 + [1.0, 1.0, -1.0]))
     torch.testing.assert_close(optimal_values(rewards, groups, 1e-3)[:2], torch.ones(2), atol=1e-3, rtol=0)
+    torch.testing.assert_close(optimal_values(rewards, groups, 1e20)[:2], torch.zeros(2))
     assert made("a_star_po", beta1=1.0).annotate(data()).sequences["value"].shape == (6,)
 
 
