@@ -11,14 +11,15 @@ from megatron_rft.config.recipe import Recipe
 # fmt: off
 FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "run.access", "tracking.*", "checkpoint.*",
-    "evaluation.*", "faults.*", "batching.*", "megatron.*parallel*", "megatron.*pipeline*", "megatron.recompute_*",
-    "megatron.overlap_*", "megatron.*offload*", "megatron.*fusion", "megatron.attention_backend",
-    "megatron.moe_token_dispatcher_type", "megatron.*deepep*", "megatron.bucket_size", "megatron.cp_comm_type",
-    "megatron.distribute_saved_activations", "optimizer.overlap*", "optimizer.pin_cpu_*", "data.validation*",
-    "data.test*", "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers",
+    "evaluation.every", "evaluation.patience", "evaluation.batch", "evaluation.benchmarks*", "faults.*", "batching.*",
+    "megatron.*parallel*", "megatron.*pipeline*", "megatron.recompute_*", "megatron.overlap_*", "megatron.*offload*",
+    "megatron.*fusion", "megatron.attention_backend", "megatron.moe_token_dispatcher_type", "megatron.*deepep*",
+    "megatron.bucket_size", "megatron.cp_comm_type", "megatron.distribute_saved_activations", "optimizer.overlap*",
+    "optimizer.pin_cpu_*", "data.test*", "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers",
     "rollout.max_batch_sequences", "rollout.reserve_gib", "reward.workers", "reward.timeout_s", "environment.processes",
     "environment.*_timeout_s", "environment.programs", "environment.host",
 )
+REPORTING = ("data.validation*", "evaluation.*")  # free, except offline: there they choose the best model
 # fmt: on
 DIGEST = re.compile(r"(session:\w+)@\w+")  # of a session's code, which another session has to give again
 
@@ -34,11 +35,11 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def difference(old: Recipe, new: Recipe) -> list[str]:
     """One line for each changed option that makes `new` a different run than `old`."""
     before, after = flat(old.model_dump()), flat(new.model_dump())
-    lines = []
+    lines, free = [], FREE if new.trainer == "offline" else FREE + REPORTING
     for key in sorted(before.keys() | after.keys()):
         there, now = before.get(key), after.get(key)
         same = there == now or DIGEST.sub(r"\1", repr(there)) == DIGEST.sub(r"\1", repr(now))
-        if not (same or any(fnmatch(key, pattern) for pattern in FREE)):
+        if not (same or any(fnmatch(key, pattern) for pattern in free)):
             lines.append(f"{key}: {shown(there)} there, {shown(now)} now")
     return lines + _schedule(old, new)
 

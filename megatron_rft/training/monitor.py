@@ -73,10 +73,9 @@ class MismatchBounds(Observer):
     faults: Faults
 
     def end_of_step(self, step: int, metrics: Metrics) -> str | None:
-        bounds = {name: getattr(self.faults, f"mismatch_{name}") for name in ("kl", "share")}
         beyond = [
             f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
-            for name, bound in bounds.items()
+            for name, bound in (("kl", self.faults.mismatch_kl), ("share", self.faults.mismatch_share))
             if not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
         ]
         if not beyond:

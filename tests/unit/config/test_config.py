@@ -421,6 +421,7 @@ class TestDifference:
             "tracking.sampled_steps=2",
             "megatron.tensor_model_parallel_size=2",
             "batching.micro_batch_tokens=2048",
+            "evaluation.samples=4",
         ]
         assert difference(load(recipe), load(recipe, free)) == []
 

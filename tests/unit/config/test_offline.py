@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from megatron_rft.config import dump, load
+from megatron_rft.config import difference, dump, load
 from megatron_rft.plan import check, check_store_is_there
 from megatron_rft.utils.errors import DataError, UserError
 from tests.unit.config.test_config import EXAMPLES, SHAPE
@@ -54,6 +54,17 @@ def test_what_is_written_is_read_again(recipe, trainer, tmp_path):
     (tmp_path / "again.yaml").write_text(dump(loaded))
     assert load(tmp_path / "again.yaml") == loaded
     assert loaded.algorithm.name == "fpa" or trainer == "generate"
+
+
+def test_what_chooses_the_best_model_stays_on_resume(recipe):
+    """Else pass@1 of other problems, or of other answers to them, would be compared."""
+    begun = load(recipe("offline", evaluation={"every": 5}))
+    for name, value in (("samples", 4), ("temperature", 0.0), ("limit", 5), ("max_response_tokens", 9)):
+        (line,) = difference(begun, load(recipe("offline", evaluation={"every": 5, name: value})))
+        assert line.startswith(f"evaluation.{name}: ")
+    assert difference(begun, load(recipe("offline", evaluation={"every": 3, "patience": 2, "batch": 8}))) == []
+    own = {"train": begun.data.train.path, "validation": "examples/quickstart/arithmetic.py:rows"}
+    assert difference(begun, load(recipe("offline", data=own, evaluation={"every": 5})))
 
 
 def test_refused(recipe):
