@@ -323,7 +323,7 @@ class Data(Section):
     image_field: str | None = None
     """The column of a prompt's images: one or a list, as `datasets` stores them, paths, bytes or base64. Each takes the
     place of an <image> in the prompt; without any they come before its text. Needs a chat template."""
-    min_image_pixels: Count | None = None
+    min_image_pixels: Annotated[int, Field(ge=1, le=1 << 26)] | None = None  # no larger image is read
     """Smaller images are scaled up to this many pixels. None: as the model's processor says."""
     max_image_pixels: Count | None = None
     """Larger images are scaled down to this many pixels. None: as the model's processor says."""

@@ -164,9 +164,9 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
     """The end-of-sequence token and those of rollout.stop. Each stop must be one token."""
-    ends = [eos_token_id(tokenizer)]
+    ends, known = [eos_token_id(tokenizer)], set(tokenizer.get_vocab().values())
     for stop in stops:
-        ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
+        ids = {stop} & known if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
         if len(ids) != 1:
             raise DataError(f"rollout.stop {stop!r} is {len(ids)} tokens for this tokenizer; a stop must be one token")
         ends += ids

@@ -44,3 +44,12 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path):
     Qwen3Config().save_pretrained(tmp_path)
     with pytest.raises(DataError, match=f"model.path: {tmp_path} has no tokenizer .* Set model.tokenizer to a folder"):
         build.load_tokenizer(Model(path=str(tmp_path)))
+
+
+def test_a_stop_is_one_token_that_the_tokenizer_has():
+    tokenizer = arithmetic.tokenizer()
+    end, one = tokenizer.eos_token_id, tokenizer.encode("1")
+    assert build.stop_token_ids(["1", end], tokenizer) == (end, *one)
+    for stop, count in ((len(tokenizer), 0), (-1, 0), ("1=", 2), ("", 0)):
+        with pytest.raises(DataError, match=f"rollout.stop {stop!r} is {count} tokens"):
+            build.stop_token_ids([stop], tokenizer)
