@@ -140,9 +140,9 @@ def outcome(rewards: list[int | None]) -> str:
 
 
 def hold_out(problems: list[int], share: float, seed: int) -> list[int]:
-    """A share of the problems, by the order of their hashes: it changes little when problems are added or removed."""
+    """A share of the problems, never all, by the order of their hashes: it changes little when some come or go."""
     order = sorted(problems, key=lambda problem: hashlib.sha256(f"{seed}/hold-out/{problem}".encode()).digest())
-    return sorted(order[: round(share * len(problems))])
+    return sorted(order[: min(round(share * len(problems)), len(problems) - 1)])
 
 
 def summary(problems: dict[int, list[int | None]], outcomes: dict[int, str], lengths: list[int]) -> dict[str, Any]:

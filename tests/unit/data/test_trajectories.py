@@ -135,6 +135,7 @@ def test_the_share_held_out(tmp_path, held_out):
     index = write(tmp_path, held_out=held_out)
     assert len(index["held_out"]) == 4 * held_out and not set(index["held_out"]) & set(index["train"])
     assert store.hold_out([0, 3, 6, 7], held_out, 7) == index["held_out"]
+    assert [len(store.hold_out(list(range(n)), 0.99, 7)) for n in (0, 1, 2, 30)] == [0, 0, 1, 29]  # never all
     assert store.hold_out(list(range(100)), 0.05, 7) != store.hold_out(list(range(100)), 0.05, 8)
 
 
