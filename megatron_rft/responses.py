@@ -178,5 +178,9 @@ class Score:
         object.__setattr__(self, "reason", str(self.reason or ""))
 
     @property
+    def usable(self) -> bool:
+        return self.error is None and abs(self.reward) + abs(self.shaping) < 3e38  # fp32 has no larger; False for NaN
+
+    @property
     def right(self) -> bool:
         return self.reward >= 1 if self.correct is None else self.correct

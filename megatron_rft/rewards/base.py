@@ -1,6 +1,5 @@
 """The interface of a reward, which scores responses."""
 
-import math
 from collections.abc import Callable, Sequence
 
 from megatron_rft.responses import Prompt, Response, Score
@@ -81,10 +80,10 @@ def check_share(errors: Sequence[tuple[Prompt, str]], count: int, reward: Reward
 
 
 def check_finite(score: Score, when: str, prompt: Prompt, sample: int, text: str) -> None:
-    """Raises RunFailed if a reward is NaN or infinite: that would make every mean NaN."""
-    if score.error is None and not math.isfinite(score.reward + score.shaping):
+    """Raises RunFailed if a reward is NaN or infinite, in fp32: that would make every mean NaN."""
+    if score.error is None and not score.usable:
         what = f"the reward is {score.reward:g}" + (f", its shaping {score.shaping:g}" if score.shaping else "")
         raise RunFailed(
             f"{when}: {what} on response {sample} to problem {prompt.index} ({prompt.text[:80]!r}), which begins "
-            f"{text[:80]!r}. A reward must be finite; Score(error=...) leaves a response out"
+            f"{text[:80]!r}. A reward must be finite, in fp32 too; Score(error=...) leaves a response out"
         )

@@ -98,7 +98,7 @@ class Refiner:
         return tasks, left
 
     def _reason(self, score: Score, trained: bool) -> str | None:
-        if score.error is not None or not math.isfinite(score.reward):
+        if not score.usable:
             return GRADER_FAILED
         if not trained:
             return NOT_TRAINED
@@ -126,11 +126,10 @@ class Refiner:
         return [self._refined(*each) for each in zip(tasks, written, raw, texts, scores, strict=True)]
 
     def _refined(self, task: Task, written: Response, raw: str, text: str, score: Score) -> Refined:
-        if score.error is None and not math.isfinite(score.reward):
+        if score.error is None and not score.usable:
             score = replace(score, reward=0.0, error=f"the reward is {score.reward:g}")
         original, ids = task.rollout, self._tokens(task.rollout, written, raw, text)
-        better = score.reward > original.score.reward or not self.options.filter
-        kept = score.error is None and bool(ids) and better
+        kept = score.usable and bool(ids) and (score.reward > original.score.reward or not self.options.filter)
         return Refined(ids, text, score, text == original.text, len(written.token_ids), kept)
 
     def _tokens(self, original: Any, written: Response, raw: str, text: str) -> tuple[int, ...]:

@@ -263,13 +263,12 @@ def packed(rollout: ScoredResponse) -> ScoredResponse:
     with arrays instead of tuples. As Python objects tokens and log-probs would take twice the bytes and ten times the
     time, on every rank."""
     response, score = rollout.response, rollout.score
-    fine = score.error is None and math.isfinite(score.reward + score.shaping)  # else a message on every rank names it
     token_ids, logprobs = np.asarray(response.token_ids, np.int32), np.asarray(response.logprobs, np.float32)
     context = None if rollout.context is None else np.array(rollout.context, dtype=np.int32)
     segment_of = np.asarray(response.segment_of, np.int32) if len(response.segment_of) else ()
     response = replace(response, token_ids=token_ids, logprobs=logprobs, segment_of=segment_of)
     score = replace(score, reason="", details={}) if score.reason or score.details else score
-    text = "" if fine else rollout.text
+    text = "" if score.usable else rollout.text  # a message on every rank names it
     return replace(rollout, prompt=None, text=text, response=response, score=score, context=context)
 
 
@@ -282,14 +281,13 @@ def with_words(rollout: ScoredResponse, words: dict[tuple[int, int], tuple]) -> 
     """The response with its words where they are there."""
     if rollout.key not in words:
         return rollout
-    (text, reason, details), score = words[rollout.key], rollout.score
-    score = replace(score, reason=reason, details=details) if reason or details else score
-    return replace(rollout, text=text, score=score)
+    text, reason, details = words[rollout.key]
+    return replace(rollout, text=text, score=replace(rollout.score, reason=reason, details=details))
 
 
 def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]:
     """Return for each response of a group whether the algorithm will train on it."""
-    usable = [each.score.error is None and math.isfinite(each.score.reward + each.score.shaping) for each in group]
+    usable = [each.score.usable for each in group]
     if keep is None or not any(usable):
         return usable
     kept = iter(keep(to_batch([each for each, fine in zip(group, usable, strict=True) if fine])).tolist())

@@ -160,7 +160,7 @@ def test_failed_graders_drop_a_response_or_stop_the_run(engine):
         build(engine, strict(EvenLength(fails=letter))).sample(draw, 6, step=0)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
 def test_a_reward_that_is_no_number_stops_the_run(engine, value):
     """Planted on the second response to each problem."""
 
@@ -169,7 +169,7 @@ def test_a_reward_that_is_no_number_stops_the_run(engine, value):
             scores = super().__call__(prompts, texts)
             return [scores[0], Score(value), *scores[2:]]
 
-    with pytest.raises(RunFailed, match=r"step 4: the reward is -?(nan|inf) on response 1 to problem 10 "):
+    with pytest.raises(RunFailed, match=r"step 4: the reward is -?(nan|inf|1e\+39) on response 1 to problem 10 "):
         build(engine, Broken()).sample(draw, 4, step=4)
 
 
