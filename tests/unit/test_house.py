@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.fork_server import ENVIRONMENT
+from tests.fork_server import ENVIRONMENT, Forked
 from tests.integration.tiny import ROOT
 
 
@@ -20,17 +20,19 @@ def test_it_traces_a_step_and_counts():
 
 def traced(*options: str) -> tuple[int, str]:
     """The lines of the functions of a step, and what the tool says."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/house.py", "--list", *options],
+    process = Forked(
+        [sys.executable, str(ROOT / "tools/house.py"), "--list", *options],
         env=os.environ | ENVIRONMENT,
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    files, lines = map(int, re.search(r"touches +(\d+) files (\d+) lines", done.stdout.replace(",", "")).groups())
-    assert 30 < files < 90 and 1500 < lines < 5000, done.stdout
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    files, lines = map(int, re.search(r"touches +(\d+) files (\d+) lines", output.replace(",", "")).groups())
+    assert 30 < files < 90 and 1500 < lines < 5000, output
     for path in ("megatron/actor.py", "objectives/plugins/pipo.py", "inference/hf/decoder.py"):
-        assert f"megatron_rft/{path}" in done.stdout, path  # the generation, in its thread or not, and the verification
-    assert "outside of config and plan" in done.stdout and "class names twice" in done.stdout
-    return lines, done.stdout
+        assert f"megatron_rft/{path}" in output, path  # the generation, in its thread or not, and the verification
+    assert "outside of config and plan" in output and "class names twice" in output
+    return lines, output
