@@ -47,12 +47,13 @@ def segment_ids(lens: Tensor) -> Tensor:
 
 def offsets(lens: Tensor) -> Tensor:
     """(3, 2) -> (0, 1, 2, 0, 1)"""
-    return torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens)[segment_ids(lens)]
+    return indices(torch.zeros_like(lens), lens)
 
 
 def indices(starts: Tensor, lens: Tensor) -> Tensor:
     """The places of segments that begin at `starts`: (10, 20), (3, 2) -> (10, 11, 12, 20, 21)."""
-    return starts[segment_ids(lens)] + offsets(lens)
+    ids = segment_ids(lens)
+    return torch.arange(len(ids)) + (starts - (lens.cumsum(0) - lens))[ids]
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
@@ -303,18 +304,17 @@ class Batch:
     def select(self, index: Tensor) -> "Batch":
         """The sequences `index` (positions or a mask), in that order. `scalars` stay as they are."""
         index = index.nonzero().flatten() if index.dtype == torch.bool else index
-        own = {}
-        if self.support_ids is not None:
-            own = self._supports(take_segments(torch.arange(len(self.response_ids)), self.response_lens, index))
+        chosen = take_segments(torch.arange(len(self.response_ids)), self.response_lens, index)
+        own = self._supports(chosen)
         if self.segment_of is not None:
-            own["segment_of"] = take_segments(self.segment_of, self.response_lens, index)
+            own["segment_of"] = self.segment_of[chosen]
         for ids, lens in PAIRS:
             if (values := getattr(self, ids)) is not None:
                 of = getattr(self, lens)
                 own |= {ids: take_segments(values, of, index), lens: of[index]}
         return Batch(
             **own,
-            tokens={k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
+            tokens={k: v[chosen] for k, v in self.tokens.items()},
             sequences={k: v[index] for k, v in self.sequences.items()},
             scalars=dict(self.scalars),
         )
