@@ -88,7 +88,7 @@ def _redirect_torch() -> None:
         synchronize=lambda device=None: None,
         current_stream=lambda device=None: None,
     )
-    view = _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    view = _View(torch, **vars(torch) | {name: _on_cpu(getattr(torch, name)) for name in FACTORIES} | {"cuda": cuda})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
             module.torch = view
