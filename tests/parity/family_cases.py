@@ -2,6 +2,7 @@
 
 usage: family_cases.py FOLDER FAMILY [FAMILY ...]
 
+FOLDER gets the models and what transformers computes of them, which later runs there read: a new one after a change.
 transformers computes the sequences one by one; the actor packs them, lets responses share prompts, or pads them, in
 micro-batches of several sizes. A model that sees gets prompts with no, one and two images. Prints one line per family
 and layout.
@@ -135,6 +136,13 @@ def reference(config, path: Path, batch: Batch, dtype=torch.float32):
     return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model, config)
 
 
+def known(config, path: Path, batch: Batch):
+    """The reference of `path`, which a run on another number of ranks may have computed."""
+    if not (file := path.with_suffix(".reference")).exists():
+        torch.save(reference(config, path, batch), file)
+    return torch.load(file)
+
+
 def on_disk(model, config) -> dict[str, torch.Tensor]:
     """The gradients by the names of a checkpoint's tensors, as transformers saves them."""
     with torch.no_grad():
@@ -201,10 +209,13 @@ def gather_gradients(actor) -> None:
 
 
 def compare(config, case: dict, path: Path, batch: Batch, expected) -> list:
-    """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]"""
+    """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]. Without
+    `expected` nothing is compared."""
     flat = patch.object(images, "rope_positions", lambda ids, *_: torch.arange(len(ids)).expand(3, -1))
     with flat if "flat" in case else nullcontext():
         logprobs, entropy, gradients, wrong = computed(config, case, path, batch)
+    if expected is None:
+        return []
     if "frozen" in case:  # here are weights instead of gradients
         gradients = {name: gradient for name, gradient in gradients.items() if "visual." not in name}
     far = {name: relative(gradient, expected[2][name]) for name, gradient in gradients.items()}
@@ -234,7 +245,7 @@ def possible(config, case: dict) -> bool:
 def write_folder(path: Path, config) -> None:
     from megatron_rft.conversion import FolderWriter
 
-    if parallel.rank() == 0:
+    if parallel.rank() == 0 and not path.exists():
         writer = FolderWriter(path, shard_bytes=100_000)
         for name, tensor in own_tensors(config):
             stored_minus_one = family_of(config).zero_centred and "norm" in name and "linear_attn" not in name
@@ -252,16 +263,14 @@ def main() -> None:
         config, path = (FAMILIES | SEEING)[family], Path(sys.argv[1]) / family
         write_folder(path, config)
         batch = mini_batch(config)
-        expected = reference(config, path, batch) if parallel.rank() == 0 else None
-        holder = [expected]
-        dist.broadcast_object_list(holder)
+        expected = known(config, path, batch) if parallel.rank() == 0 else None
         gc.collect(), gc.freeze()  # the end of a layout collects, and need not look at all that was imported
         for case in layouts(config, dist.get_world_size()):
             if not possible(config, case):
                 continue
             if whole_experts(config):
                 case = case | {"etp": 1} | ({"ep": 2} if "tp" in case else {})
-            found = compare(config, case, path, batch, holder[0])
+            found = compare(config, case, path, batch, expected)
             if parallel.rank() == 0:
                 print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
         if dist.get_world_size() == 1:

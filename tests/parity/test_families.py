@@ -19,9 +19,15 @@ def lines(output: str, kind: str) -> list[list[str]]:
     return [line.split("\t")[1:] for line in output.splitlines() if line.startswith(f"{kind}\t")]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Of the models and of what transformers computes, once for all numbers of ranks."""
+    return tmp_path_factory.mktemp("families")
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.slow] * (n > 1)) for n in sorted(LAYOUTS)])
-def test_equal_to_transformers(ranks, tmp_path):
-    output = run_ranks(Path(__file__).with_name("family_cases.py"), ranks, tmp_path, *FAMILIES)
+def test_equal_to_transformers(ranks, folder):
+    output = run_ranks(Path(__file__).with_name("family_cases.py"), ranks, folder, *FAMILIES)
     cases = lines(output, "CASE")
     expected = sum(possible(config, case) for config in FAMILIES.values() for case in layouts(config, ranks))
     assert len(cases) == expected, output[-3000:]
