@@ -125,7 +125,7 @@ class JudgeOptions(RewardOptions, kind="model"):
         check_braces("template", self.template, {"response"}, {"prompt"})
 
 
-class SumOptions(RewardOptions, kind="sum", defer_build=True):
+class SumOptions(RewardOptions, kind="sum"):
     """The weighted sum of `parts`."""
 
     parts: Annotated[list[AnyReward], Field(min_length=1)]
@@ -143,7 +143,7 @@ class SumOptions(RewardOptions, kind="sum", defer_build=True):
                 raise at("parts", f"two are called {name!r}: give each its own name")
 
 
-class ByRowOptions(RewardOptions, kind="by_row", defer_build=True):
+class ByRowOptions(RewardOptions, kind="by_row"):
     """Each row names its kind."""
 
     kinds: Annotated[dict[str, AnyReward], Field(min_length=1)]

@@ -43,12 +43,13 @@ FilePath = Annotated[str, AfterValidator(_path)]  # ~ is replaced
 
 
 class SectionType(type(BaseModel)):
-    """Gives a class arguments beside pydantic's `extra` and `defer_build`. `without`: options of its base that this
-    section lacks. They cannot be written there, and shared code reads the values in the class's body, else the
-    defaults. Others are options with one possible value: `class GRPO(Clipped, name="grpo")`."""
+    """Gives a class arguments beside pydantic's `extra`, and builds its validator at its first use: a recipe uses few.
+    `without`: options of its base that this section lacks. They cannot be written there, and shared code reads the
+    values in the class's body, else the defaults. Others are options with one possible value: `class GRPO(Clipped,
+    name="grpo")`."""
 
     def __new__(mcs, name: str, bases: tuple, namespace: dict, /, without: Iterable[str] = (), **more: Any):
-        config = {key: more.pop(key) for key in ("extra", "defer_build") if key in more}
+        config = {"defer_build": True, **({"extra": more.pop("extra")} if "extra" in more else {})}
         values = {option: bases[0].model_fields[option].default for option in without}
         annotations = {option: Literal[value] for option, value in more.items()}
         annotations |= namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)
