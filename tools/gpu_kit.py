@@ -93,11 +93,11 @@ CALLS = {
 # library's code for many chips only that of sm_90, without what a dense model in bf16 or FP8 on Hopper never loads.
 
 LARGEST = {1: 15, 2: 60, 3: 60}  # MiB to carry
-BASE = "megatron-core pydantic pydantic-core annotated-types typing-inspection psutil cloudpickle "
+BASE = "megatron-core pydantic pydantic-core annotated-types typing-inspection psutil cloudpickle pillow "
 # All that these import beside what an image with torch and transformers has (for vLLM also aiohttp, httpx, numba,
 # opencv, protobuf, sentencepiece, tiktoken and the like): pip adds nothing.
 PACKAGES = {
-    1: BASE + "pillow",
+    1: BASE,
     2: BASE + "transformer-engine transformer-engine-cu13 transformer-engine-torch einops nvdlfw-inspect onnx onnx-ir "
     "onnxscript ml-dtypes protobuf importlib-metadata lazy-importer zipp",
     3: BASE + "vllm apache-tvm-ffi cachetools cbor2 compressed-tensors fastapi httpx2 llguidance loguru msgspec openai "
