@@ -19,6 +19,7 @@ from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at, hint, shown
 
 Count = Annotated[int, Field(ge=1)]
+MOST_PIXELS = 1 << 26  # of an image: no larger one is read
 Natural = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -49,7 +50,7 @@ class SectionType(type(BaseModel)):
     name="grpo")`."""
 
     def __new__(mcs, name: str, bases: tuple, namespace: dict, /, without: Iterable[str] = (), **more: Any):
-        config = {"defer_build": True, **({"extra": more.pop("extra")} if "extra" in more else {})}
+        config: dict[str, Any] = {"defer_build": True} | {key: more.pop(key) for key in ("extra",) if key in more}
         values = {option: bases[0].model_fields[option].default for option in without}
         annotations = {option: Literal[value] for option, value in more.items()}
         annotations |= namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)
@@ -324,7 +325,7 @@ class Data(Section):
     image_field: str | None = None
     """The column of a prompt's images: one or a list, as `datasets` stores them, paths, bytes or base64. Each takes the
     place of an <image> in the prompt; without any they come before its text. Needs a chat template."""
-    min_image_pixels: Annotated[int, Field(ge=1, le=1 << 26)] | None = None  # no larger image is read
+    min_image_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] | None = None
     """Smaller images are scaled up to this many pixels. None: as the model's processor says."""
     max_image_pixels: Count | None = None
     """Larger images are scaled down to this many pixels. None: as the model's processor says."""

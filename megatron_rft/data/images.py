@@ -20,6 +20,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from megatron_rft.config.sections import MOST_PIXELS
 from megatron_rft.data.fields import Row
 from megatron_rft.responses import SHOWN
 from megatron_rft.utils.errors import DataError, first_line
@@ -28,7 +29,7 @@ from megatron_rft.utils.files import read_json, write_atomically
 MARK = "<image>"  # of an image's place in a text
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL runs programs for some others
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-LEAST, MOST = 8, 1 << 26  # pixels of a side, and of an image
+LEAST = 8  # pixels of a side
 SMALL = 160  # pixels of the longer side in the report
 
 ALBUM = "environment/images"  # in the folder of a run or a store
@@ -167,8 +168,8 @@ def decoded(source: Source) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images, which are refused below
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
-        if image.width * image.height > MOST:
-            raise ValueError(f"has an image of {image.width} x {image.height}: more than {MOST} pixels")
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"has an image of {image.width} x {image.height}: more than {MOST_PIXELS} pixels")
         if min(image.size) < LEAST:
             raise ValueError(f"has an image of {image.width} x {image.height}: a side has at least {LEAST} pixels")
         if getattr(image, "n_frames", 1) > 1:

@@ -164,7 +164,7 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
     """The end-of-sequence token and those of rollout.stop. Each stop must be one token."""
-    ends, known = [eos_token_id(tokenizer)], set(tokenizer.get_vocab().values())
+    ends, known = [eos_token_id(tokenizer)], set(tokenizer.get_vocab().values() if stops else ())
     for stop in stops:
         ids = {stop} & known if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
         if len(ids) != 1:
