@@ -1,13 +1,14 @@
 """Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
 layout.
 
-`WeightStream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function
-from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
+`WeightStream` is the exact inverse of `load`. Both need memory for one parameter at a time, a stream at least `JOINED`
+bytes of it. A *lookup* is any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's
+`__getitem__`.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from megatron_rft.megatron.model import ValueHead
 from megatron_rft.utils.errors import RunFailed, disk_is_full
 
 Lookup = Callable[[str], Tensor]
+JOINED = 4 << 20  # bytes of a batch of a stream
 STACKS = 4  # tensors of a layer's stacked experts
 GROUPED = re.compile(r"(.+\.mlp\.experts\.)(\w+\.(?:weight|bias))(\d+)")  # Transformer Engine's experts
 LOCAL = r"\1local_experts.\3.\2"
@@ -60,10 +62,11 @@ class Outgoing(NamedTuple):
     """A parameter as a stream gathers it."""
 
     stage: int  # pipeline rank
+    dtype: torch.dtype
+    shards: dist.ProcessGroup  # of the ranks with its shards
+    experts: dist.ProcessGroup | None  # of the expert-parallel ranks, if it is an expert's
     name: str
     shape: torch.Size  # of a rank's shard
-    dtype: torch.dtype
-    group: dist.ProcessGroup | None  # of the ranks with its shards
     # The whole parameter and, if it is an expert's, those of the other expert-parallel ranks: its name, its HF tensors'
     # names, and the number of an expert that is a slice of them.
     wholes: list[tuple[str, list[str], int | None]]
@@ -82,23 +85,31 @@ class WeightStream:
         self, chunks: list[GPTModel], mapping: Mapping, adapters: bool = False, dtype: torch.dtype | None = None
     ):
         self.mapping, self.mine = mapping, dict(named_tensors(chunks, adapters))
-        self.parts = _list_parts(self.mine, mapping, dtype)
+        self.batches = _joined(_list_parts(self.mine, mapping, dtype))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         mapping, stacks = self.mapping, {}  # of stacked experts: HF name -> slices that have been gathered
-        for stage, name, shape, dtype, group, wholes in self.parts:
-            if stage == parallel.pp_rank():
-                part = _plain(self.mine[name]).to(dtype).contiguous()
-            else:
-                part = torch.empty(shape, dtype=dtype, device=parallel.device())
-            if parallel.pp_size() > 1:
-                dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
-            gathered = [unshard(name, _all_gather(part, group), mapping.vocab_size)]
-            if len(wholes) > 1:
-                gathered = _all_gather(gathered[0].contiguous(), parallel.ep_group())
-            for (whole_name, hf_names, expert), whole in zip(wholes, gathered, strict=True):
-                named = zip(hf_names, mapping.split(whole_name, whole), strict=True)
-                yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
+        for batch in self.batches:
+            sizes = [part.shape.numel() for part in batch]
+            ranks = [[flat.split(sizes) for flat in shards] for shards in self._gathered(batch, sum(sizes))]
+            for i, part in enumerate(batch):
+                count = 1 if partition_dim(part.name) is None else None
+                for (name, hf_names, expert), shards in zip(part.wholes, ranks, strict=True):
+                    whole = unshard(name, [s[i].view(part.shape) for s in shards[:count]], mapping.vocab_size)
+                    named = zip(hf_names, mapping.split(name, whole), strict=True)
+                    yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
+
+    def _gathered(self, batch: list[Outgoing], size: int) -> Iterable[Sequence[Tensor]]:
+        """Return the shards of a batch, each [size], of this expert-parallel rank or, if they are experts', of all."""
+        stage, dtype, shards, experts = batch[0][:4]
+        if stage == parallel.pp_rank():
+            flats = [_plain(self.mine[part.name]).to(dtype).reshape(-1) for part in batch]
+            flat = torch.cat(flats) if len(flats) > 1 else flats[0]
+        else:
+            flat = torch.empty(size, dtype=dtype, device=parallel.device())
+        if parallel.pp_size() > 1:
+            dist.broadcast(flat, group=parallel.pp_group(), group_src=stage)
+        return zip(*(_all_gather(shard, experts) for shard in _all_gather(flat, shards)), strict=True)
 
 
 def _stacked(
@@ -165,16 +176,31 @@ def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype |
     dist.all_gather_object(stages, own, group=parallel.pp_group())
     skipped = {"output_layer.weight"} if mapping.tied else set()  # a tied copy on the last stage
     parts = [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
-    return [Outgoing(*part, *_gathering(part[1], mapping)) for part in parts]
+    return [_outgoing(mapping, *part) for part in parts]
 
 
-def _gathering(name: str, mapping: Mapping) -> tuple[dist.ProcessGroup | None, list[tuple]]:
-    """The `group` and the `wholes` of a parameter."""
+def _outgoing(mapping: Mapping, stage: int, name: str, shape: torch.Size, dtype: torch.dtype) -> Outgoing:
     if expert_of(name) is None:
-        return parallel.tp_group() if partition_dim(name) is not None else None, [(name, mapping.hf_names(name), None)]
+        wholes = [(name, mapping.hf_names(name), None)]
+        return Outgoing(stage, dtype, parallel.tp_group(), None, name, shape, wholes)
     layer, step = LAYER.fullmatch(name)[1], mapping.experts // parallel.ep_size()
     names = [_renumbered(name, layer, (rank - parallel.ep_rank()) * step) for rank in range(parallel.ep_size())]
-    return parallel.etp_group(), [(each, mapping.hf_names(each), mapping.stacked_expert(each)) for each in names]
+    wholes = [(each, mapping.hf_names(each), mapping.stacked_expert(each)) for each in names]
+    return Outgoing(stage, dtype, parallel.etp_group(), parallel.ep_group(), name, shape, wholes)
+
+
+def _joined(parts: list[Outgoing]) -> list[list[Outgoing]]:
+    """Return the parameters in batches of up to `JOINED` bytes, whose ranks are the same: the time of a small one's
+    collective calls is that of the calls. A single rank makes none, and joins none."""
+    batches, room = [], 0
+    for part in parts:
+        size = part.shape.numel() * part.dtype.itemsize
+        if size > room or part[:4] != batches[-1][0][:4]:
+            batches.append([])
+            room = JOINED if dist.get_world_size() > 1 else 0
+        batches[-1].append(part)
+        room -= size
+    return batches
 
 
 def _all_gather(part: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

@@ -82,3 +82,17 @@ def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.score.weight.tolist() == [[1.0] * 16]
+
+
+def test_small_parameters_of_the_same_ranks_are_gathered_together(monkeypatch):
+    monkeypatch.setattr(weights, "JOINED", 8)
+    kinds = [(0, torch.uint8, 4), (0, torch.uint8, 4), (0, torch.uint8, 1), (0, torch.uint8, 9), (0, torch.uint8, 1)]
+    kinds += [(1, torch.uint8, 1), (1, torch.float16, 3), (1, torch.float16, 2)]
+    parts = [
+        weights.Outgoing(stage, dtype, None, None, str(i), torch.Size([size]), [])
+        for i, (stage, dtype, size) in enumerate(kinds)
+    ]
+    assert [len(batch) for batch in weights._joined(parts)] == [1] * 8  # a single rank sends nothing
+    monkeypatch.setattr(weights.dist, "get_world_size", lambda: 2)
+    batches = [[part.name for part in batch] for batch in weights._joined(parts)]
+    assert batches == [["0", "1"], ["2"], ["3"], ["4"], ["5"], ["6"], ["7"]]
