@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from megatron_rft.families.shapes import hf_shapes, of_json
 from megatron_rft.families.tables import family_of
@@ -28,6 +28,7 @@ from megatron_rft.utils.errors import DataError
 
 BLOCKS, BLOCK_BYTES = 64, 64 << 10  # sampled from each file of weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -52,6 +53,17 @@ def tokenizer_fingerprint(folder: Path) -> str:
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
     return digest.hexdigest()
+
+
+def read_tokenizer(folder: Path, option: str, fix: str) -> Any:
+    """Load the tokenizer in `folder`. Raises DataError, which names the `option` and, if there is none, the `fix`."""
+    if not any(found for name in TOKENIZERS for found in folder.glob(name)):  # transformers would make an empty one
+        what = "has no tokenizer (tokenizer.json or another of transformers' files)"
+        raise DataError(f"{option}: {folder} {what}. {fix}")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{option}: no tokenizer can be loaded from {folder}: {error}") from None
 
 
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic

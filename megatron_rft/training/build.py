@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from megatron_rft.config import Evaluation, Model, Recipe, Rollout
 from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
+from megatron_rft.conversion.folder import read_tokenizer
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
 from megatron_rft.evaluation.evaluate import GradedSampler
@@ -26,24 +26,14 @@ from megatron_rft.training import adapters, teacher
 from megatron_rft.training.models import EarlyVerification, Models
 from megatron_rft.utils.errors import DataError
 
-TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
-
 
 def tokenizer_folder(model: Model) -> Path:
     return model_folder(model.tokenizer or model.path, "model.tokenizer")
 
 
 def load_tokenizer(model: Model) -> Any:
-    folder = tokenizer_folder(model)
-    if not any(found for name in TOKENIZERS for found in folder.glob(name)):  # transformers would make an empty one
-        raise DataError(
-            f"{'model.tokenizer' if model.tokenizer else 'model.path'}: {folder} has no tokenizer (tokenizer.json or "
-            "another of transformers' files). Set model.tokenizer to a folder or hub name that has one"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.tokenizer: no tokenizer can be loaded from {folder}: {error}") from None
+    option, fix = "model.tokenizer" if model.tokenizer else "model.path", "Set model.tokenizer to a folder or hub name"
+    return read_tokenizer(tokenizer_folder(model), option, f"{fix} that has one")
 
 
 def load_hf_config(model: Model) -> Any:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megatron_rft.config import Megatron
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
-from megatron_rft.conversion.folder import tokenizer_fingerprint
+from megatron_rft.conversion.folder import read_tokenizer, tokenizer_fingerprint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
@@ -99,10 +98,7 @@ def check_tokenizer(path: str, tokenizer: Any, folder: Path) -> None:
     theirs = model_folder(path, "teacher")
     if tokenizer_fingerprint(theirs) == tokenizer_fingerprint(folder):
         return
-    try:
-        other = AutoTokenizer.from_pretrained(theirs, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"teacher: no tokenizer can be loaded from {theirs}: {error}") from None
+    other = read_tokenizer(theirs, "teacher", "Copy there the model's tokenizer, if the teacher has the same")
     for number in range(max(len(tokenizer), len(other))):
         mine, its = tokenizer.convert_ids_to_tokens(number), other.convert_ids_to_tokens(number)
         if mine != its:

@@ -1,9 +1,11 @@
 """A teacher takes no memory of the device while idle, and its hidden states stay on the rank that computed them."""
 
+import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoTokenizer, LlamaConfig, Qwen3Config
 
+from examples.quickstart import arithmetic
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import hf_shapes
@@ -11,7 +13,8 @@ from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
-from megatron_rft.training.teacher import Teachers
+from megatron_rft.training.teacher import Teachers, check_tokenizer
+from megatron_rft.utils.errors import DataError
 from tests.shapes import SMALL
 
 STUDENT = Qwen3Config(**SMALL, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
@@ -40,3 +43,13 @@ def test_it_is_empty_while_idle_and_its_states_are_never_reduced(one_rank, tmp_p
     assert (found > 0).all() and not any(tensor.numel() for tensor in teacher.tensors())
     assert sum(map(torch.numel, kept)) == sum(lookup(name).numel() for name in hf_shapes(TEACHER))
     assert [tuple(tensor.shape) for tensor in reduced] == [(len(names), 3)]  # values alone
+
+
+def test_a_teacher_without_a_tokenizer_is_not_called_one_with_another(tmp_path):
+    """transformers makes an empty tokenizer where there is only a config.json, and all its tokens would be others."""
+    model, teacher = tmp_path / "model", tmp_path / "teacher"
+    arithmetic.tokenizer().save_pretrained(model)
+    TEACHER.save_pretrained(teacher)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with pytest.raises(DataError, match=f"teacher: {teacher} has no tokenizer .* Copy there the model's tokenizer"):
+        check_tokenizer(str(teacher), tokenizer, model)
