@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
+from megatron_rft.config.algorithms.online import DEFAULT, Setting
 from megatron_rft.objectives.advantages import group_centred, group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Loss,
@@ -47,19 +48,17 @@ from megatron_rft.utils.errors import CodeError
 class PolicyGradient(PolicyObjective):
     options: section.Clipped
 
-    @property
-    def kl_in_loss(self) -> bool:
-        return self.options.kl_coefficient > 0 and self.options.kl_in == "loss"
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return self.options.kl_coefficient > 0 and self.options.kl_in == "reward"
+    def __init__(self, options: section.Clipped, setting: Setting = DEFAULT):
+        super().__init__(options, setting)
+        self.estimator, self.exact = options.estimator, options.compares_distributions
+        place = options.kl_in if options.kl_coefficient > 0 else None
+        self.kl_in_loss, self.kl_in_reward = place == "loss", place == "reward"
 
     @property
     def needs(self) -> frozenset[str]:
-        kl, exact = self.options.uses_reference, self.options.compares_distributions
+        sampled = self.options.uses_reference and not self.exact
         several = self.setting.mini_batches * self.options.epochs > 1
-        wanted = {"old_logprobs": several or self.kl_in_reward, "ref_logprobs": kl and not exact, "reference": exact}
+        wanted = {"old_logprobs": several or self.kl_in_reward, "ref_logprobs": sampled, "reference": self.exact}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     # ---- rewards
@@ -120,10 +119,10 @@ class PolicyGradient(PolicyObjective):
         return Loss(surrogate.terms | terms, surrogate.metrics | metrics)
 
     def _kl(self, outputs: Outputs, batch: Batch) -> Tensor:
-        if self.options.estimator == "exact":
+        if self.estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
-        return ESTIMATORS[self.options.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
+        return ESTIMATORS[self.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
         return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
@@ -144,9 +143,8 @@ class PolicyGradient(PolicyObjective):
         """The policy's update on a batch that contains advantages."""
         if not self.kl_in_loss and not self.options.entropy_coefficient and type(self).loss is PolicyGradient.loss:
             batch = batch.with_sequences(no_gradient=zero_sequences(batch.tokens["advantages"], batch))
-        exact = self.options.compares_distributions
-        outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
-        second, idle = SecondDistribution("reference") if exact else None, not self.keep(batch).any()
+        outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if self.exact else set())
+        second, idle = SecondDistribution("reference") if self.exact else None, not self.keep(batch).any()
         return self.update("policy", batch, self.loss, frozenset(outputs), second=second, idle=idle)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
@@ -154,7 +152,7 @@ class PolicyGradient(PolicyObjective):
         metrics = {}
         if self.kl_in_reward:
             metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
-        if self.options.kl_coefficient and self.options.estimator == "k3":
+        if self.options.kl_coefficient and self.estimator == "k3":
             old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
             metrics["kl/largest"] = largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)
         return metrics
