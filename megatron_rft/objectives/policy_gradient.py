@@ -128,6 +128,8 @@ class PolicyGradient(PolicyObjective):
         return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def _weighted(self, credit: Tensor, batch: Batch) -> Tensor:
+        if self.options.importance == "none":
+            return credit
         return credit * self._importance(batch.tokens["old_logprobs"], batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:

@@ -72,10 +72,8 @@ def log_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 def importance_weights(logprobs: Tensor, batch: Batch, how: str, cap: float) -> Tensor:
     """[R] w = pi_old / pi_engine per token, which corrects for the train-inference mismatch.
 
-    none: 1. truncated: min(w, cap). masked: w where 1 / cap <= w <= cap, else 0.
+    truncated: min(w, cap). masked: w where 1 / cap <= w <= cap, else 0.
     """
-    if how == "none":
-        return torch.ones_like(logprobs)
     old_logprobs = like(batch.tokens.get("old_logprobs", logprobs.detach()), logprobs)
     weights = (old_logprobs - like(batch.tokens["rollout_logprobs"], logprobs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights = weights.exp()
