@@ -68,7 +68,7 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
         return _clean(tagged)
     prose = text[-TAIL:]
     stated = _stated(prose)
-    if stated and _kind(stated) in ("", "text") and question and not WORD.search(question):
+    if stated and question and not WORD.search(question) and _kind(stated) in ("", "text"):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
     found = stated or _concluded(prose) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
