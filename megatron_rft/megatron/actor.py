@@ -229,7 +229,7 @@ class Actor:
 
     def _outputs(self, batch: Batch, names: frozenset[str], second: Second | None) -> dict[str, Tensor]:
         shares = self._plan(batch, self.forward_tokens)
-        second_states = self._with_states(second, shares)
+        second_states = second and self._with_states(second, shares)
         order = sorted(names)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
@@ -258,8 +258,8 @@ class Actor:
         dist.all_reduce(full, group=parallel.dp_group())
         return full.cpu()
 
-    def _with_states(self, second: Second | None, shares: list[list[Tensor]]) -> Second | None:
-        if second is None or second.rows:
+    def _with_states(self, second: Second, shares: list[list[Tensor]]) -> Second | None:
+        if second.rows:
             return second
         if second.parts:
             return replace(second, parts=tuple(self._with_states(part, shares) for part in second.parts))
@@ -306,7 +306,7 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.megatron.zero_grad()
         shares = self._plan(batch, self.batching.micro_batch_tokens)
-        second_states = self._with_states(second, shares)
+        second_states = second and self._with_states(second, shares)
         if self.lora and self.lora.dropout:
             torch.manual_seed(self._seed(batch))
 
