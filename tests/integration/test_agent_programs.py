@@ -26,7 +26,7 @@ pytest.importorskip("aiohttp")
 AGENT = Path(__file__).with_name("tiny_agent.py")
 PROGRAM = {
     "kind": "program",
-    "command": [sys.executable, str(AGENT)],
+    "command": [sys.executable, "-S", str(AGENT)],  # it needs no packages
     "max_turns": 5,
     "turn_tokens": 2,
     "score": f"{AGENT}:grade",

@@ -3,22 +3,25 @@
 A conversation of two turns, two sub-agents in parallel, and a compacted history: five turns in four segments. With
 `time` it does not repeat itself. It appends its seed to the file PLAYS, and then takes its time before its last turn.
 What differs is the time, or with PLAYS, for sure, how often its seed is there.
+
+It imports little, because each episode starts it. The programs of tests/unit/environments ask with urllib.request.
 """
 
+import http.client
 import json
 import os
 import sys
+import threading
 import time
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from urllib.parse import urlsplit
 
 
 def ask(messages: list[dict]) -> dict:
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    body = json.dumps({"messages": messages}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    with urllib.request.urlopen(request) as answer:
+    url = urlsplit(os.environ["OPENAI_BASE_URL"] + "/chat/completions")
+    connection = http.client.HTTPConnection(url.netloc)
+    connection.request("POST", url.path, json.dumps({"messages": messages}), headers)
+    with connection.getresponse() as answer:
         return json.load(answer)["choices"][0]["message"]
 
 
@@ -31,16 +34,22 @@ def play(question: str, begun: int) -> list[str]:
     for said in "01":
         messages += [ask(messages), user(said)]
     first = f"{begun & 255:08b}" if "time" in sys.argv else "2"
-    with ThreadPoolExecutor(2) as threads:
-        others = list(threads.map(ask, [[user(first)], [user("3")]]))
+    others: dict[str, dict] = {}
+    texts = first, "3"
+    threads = [threading.Thread(target=lambda text: others.update({text: ask([user(text)])}), args=[t]) for t in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     time.sleep(0.2 if sys.argv[1:] else 0.0)
-    answers = [messages[1], messages[3], *others, ask([user("44")])]
+    answers = [messages[1], messages[3], *(others[text] for text in texts), ask([user("44")])]
     return [answer["content"] for answer in answers]
 
 
-def grade(row: dict, folder: Path, status: int, conversation: list[dict]) -> float:
+def grade(row: dict, folder: os.PathLike, status: int, conversation: list[dict]) -> float:
     """How many answers are a zero."""
-    answers = json.loads((folder / "answers.json").read_text())
+    with open(os.path.join(folder, "answers.json")) as file:
+        answers = json.load(file)
     return sum(answer == "0" for answer in answers) / len(answers)
 
 
@@ -51,5 +60,8 @@ if __name__ == "__main__":
             plays.write(os.environ["MEGATRON_RFT_SEED"] + "\n")
             plays.seek(0)
             begun = plays.read().split().count(os.environ["MEGATRON_RFT_SEED"])
-    row = json.loads(Path(os.environ["MEGATRON_RFT_ROW"]).read_text())
-    Path("answers.json").write_text(json.dumps(play(row["question"], begun)))
+    with open(os.environ["MEGATRON_RFT_ROW"]) as file:
+        row = json.load(file)
+    answers = play(row["question"], begun)
+    with open("answers.json", "w") as file:
+        json.dump(answers, file)
