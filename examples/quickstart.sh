@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
     *) break ;;
     esac
 done
-out="${out:-runs/quickstart/seed$seed}"
+out="${out:-runs/quickstart$([ "$seed" = 0 ] || echo "/seed$seed")}" # where the recipes look for it
 
 . tools/setup_env.sh "cpu$([ "$engine" = vllm ] && echo ,vllm)"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, from nothing, checks the style and runs the tests with pytest.
 #
-#     bash tests/run.sh                       the fast tests: ten minutes on two idle cores, with the installation
+#     bash tests/run.sh                       the fast tests: a quarter of an hour on two idle cores, with the installation
 #     bash tests/run.sh all                   these and the slow ones, each once: half an hour
 #     bash tests/run.sh all tests/slurm       the same of what the arguments for pytest choose
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest; nothing more is installed

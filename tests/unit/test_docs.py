@@ -17,6 +17,7 @@ from megatron_rft.config import load, passthrough
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.loading import _Loader
 from megatron_rft.config.one_of import Choices
+from megatron_rft.config.rewards import REWARDS
 from megatron_rft.config.trainers import TRAINERS, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,12 @@ def test_options_exist(page):
         found = re.fullmatch(r"([a-z]\w*(?:\.[a-z]\w*)+)(?:[:=] ?\S.*)?", text)
         if found and found[1].split(".")[0] in NAMES and not NOT_OPTIONS.fullmatch(found[1]):
             assert exists(found[1]), f"{page.name}: {text}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_kinds_of_rewards_exist(page):
+    for listed in re.findall(r"`reward\.kind`: ((?:`\w+`(?:, )?)+)", page.read_text(encoding="utf-8")):
+        assert set(re.findall(r"\w+", listed)) <= set(REWARDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
