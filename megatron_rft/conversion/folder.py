@@ -27,8 +27,8 @@ from megatron_rft.families.towers import sees
 from megatron_rft.utils.errors import DataError
 
 BLOCKS, BLOCK_BYTES = 64, 64 << 10  # sampled from each file of weights
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
-TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
+TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
+TOKENIZER_FILES = (*TOKENIZERS, "merges.txt", "added_tokens.json")
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -49,15 +49,18 @@ def model_fingerprint(folder: Path) -> str:
 def tokenizer_fingerprint(folder: Path) -> str:
     """Return a digest of the files that define the tokenization."""
     digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
+    for path in _found(folder, TOKENIZER_FILES):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _found(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    return [path for name in names for path in sorted(folder.glob(name))]
 
 
 def read_tokenizer(folder: Path, option: str, fix: str) -> Any:
     """Load the tokenizer in `folder`. Raises DataError, which names the `option` and, if there is none, the `fix`."""
-    if not any(found for name in TOKENIZERS for found in folder.glob(name)):  # transformers would make an empty one
+    if not _found(folder, TOKENIZERS):  # transformers would make an empty one
         what = "has no tokenizer (tokenizer.json or another of transformers' files)"
         raise DataError(f"{option}: {folder} {what}. {fix}")
     try:
@@ -208,9 +211,8 @@ def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]
 
 def copy_companions(source: str | Path | None, target: Path) -> None:
     """Copy those of the tokenizer, chat template and generation defaults that `source` has."""
-    for file in COMPANIONS:
-        if source is not None and (Path(source) / file).exists():
-            shutil.copy(Path(source) / file, target / file)
+    for path in _found(Path(source), COMPANIONS) if source is not None else ():
+        shutil.copy(path, target / path.name)
 
 
 def _some(names: list[str], most: int = 3) -> str:

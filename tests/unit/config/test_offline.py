@@ -87,6 +87,12 @@ def test_refused(recipe):
         assert "does nothing with trainer generate" in refusal(generate, option)
 
 
+def test_how_to_ask_is_for_what_is_evaluated(recipe):
+    asks = ["data.prompt_template=boxed"]
+    assert "without data.test, data.validation or evaluation.benchmarks" in refusal(recipe("offline"), *asks)
+    assert load(recipe("offline"), [*asks, "evaluation.benchmarks={math500: math500}"]).data.prompt_template == "boxed"
+
+
 def test_a_store_is_whole_or_not_there_yet(recipe, tmp_path):
     offline = recipe("offline")
     assert "no trajectories yet" in str(check(load(offline, [f"data.train={tmp_path}/nowhere"])))

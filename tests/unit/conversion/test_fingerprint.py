@@ -2,10 +2,11 @@
 
 import shutil
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
+from megatron_rft.conversion.folder import copy_companions, model_fingerprint, tokenizer_fingerprint
 
 
 def model(folder, change=None, elements=3_000_000):
@@ -26,10 +27,13 @@ def test_models(tmp_path):
     assert len({model_fingerprint(folder) for folder in (first, *others, tmp_path / "copy")}) == 4
 
 
-def test_tokenizers(tmp_path):
+@pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "vocab.txt", "qwen.tiktoken", "tekken.json"])
+def test_tokenizers(file, tmp_path):
     for name, text in (("a", '{"x": 1}'), ("b", '{"x": 2}'), ("c", '{"x": 1}')):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer.json").write_text(text)
+        (tmp_path / name / file).write_text(text)
         (tmp_path / name / "config.json").write_text(name)  # the model's, not the tokenizer's
     found = [tokenizer_fingerprint(tmp_path / name) for name in "abc"]
     assert found[0] == found[2] != found[1]
+    copy_companions(tmp_path / "b", tmp_path / "a")  # an export takes it along
+    assert tokenizer_fingerprint(tmp_path / "a") == found[1]
