@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
 from megatron_rft.config.algorithms.online import DEFAULT, Setting
+from megatron_rft.objectives import surrogates
 from megatron_rft.objectives.advantages import group_centred, group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Loss,
@@ -28,18 +29,6 @@ from megatron_rft.objectives.base import (
     Update,
     sequence_sums,
     zero_sequences,
-)
-from megatron_rft.objectives.surrogates import (
-    ESTIMATORS,
-    Clipped,
-    aggregate,
-    clipped_surrogate,
-    importance_weights,
-    k1,
-    largest_kl,
-    log_ratio,
-    mismatch_sums,
-    surrogate_loss,
 )
 from megatron_rft.records import Batch, like
 from megatron_rft.utils.errors import CodeError
@@ -72,7 +61,7 @@ class PolicyGradient(PolicyObjective):
         """[R] the KL's part of `token_penalty`."""
         if not self.kl_in_reward:
             return torch.zeros(len(batch.response_ids))
-        return self.options.kl_coefficient * k1(batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
+        return self.options.kl_coefficient * surrogates.k1(batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
 
     def rewards(self, batch: Batch) -> Tensor:
         """[B] shaped rewards of whole responses; batch.sequences["rewards"] stays the verifier's."""
@@ -84,48 +73,49 @@ class PolicyGradient(PolicyObjective):
 
     # ---- the loss
 
-    def clip(self, log_ratio: Tensor, batch: Batch, advantages: Tensor) -> Clipped:
+    def clip(self, log_ratio: Tensor, batch: Batch, advantages: Tensor) -> surrogates.Clipped:
         """The surrogate's terms [R]. Methods with another ratio override this."""
         options = self.options
-        return clipped_surrogate(log_ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
+        low, high = options.clip_low, options.clip_high
+        return surrogates.clipped_surrogate(log_ratio, advantages, low, high, options.dual_clip)
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
-        result = self.clip(log_ratio(logprobs, batch), batch, like(batch.tokens["advantages"], logprobs))
+        result = self.clip(surrogates.log_ratio(logprobs, batch), batch, like(batch.tokens["advantages"], logprobs))
         return self.aggregated(result, batch)
 
-    def aggregated(self, result: Clipped, batch: Batch) -> Loss:
-        return surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
+    def aggregated(self, result: surrogates.Clipped, batch: Batch) -> Loss:
+        return surrogates.surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def _importance(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        return importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
+        return surrogates.importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
         if self.options.importance != "none":
             weights = self._importance(logprobs, batch)
             batch = batch.with_tokens(advantages=like(batch.tokens["advantages"], weights) * weights)
-            metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
+            metrics["importance_mean"] = surrogates.aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)
         if self.kl_in_loss:
             divergence = self._kl(outputs, batch)
             terms["kl_penalty"] = (self.options.kl_coefficient, self._aggregate(divergence, batch))
-            metrics["kl"] = aggregate(divergence.detach(), batch, "token_mean")
+            metrics["kl"] = surrogates.aggregate(divergence.detach(), batch, "token_mean")
         if self.options.entropy_coefficient:
             terms["entropy_bonus"] = (-self.options.entropy_coefficient, self._aggregate(outputs["entropy"], batch))
         if "old_logprobs" not in batch.tokens:
-            metrics |= mismatch_sums(logprobs, batch)
-        metrics["entropy"] = aggregate(outputs["entropy"].detach(), batch, "token_mean")
+            metrics |= surrogates.mismatch_sums(logprobs, batch)
+        metrics["entropy"] = surrogates.aggregate(outputs["entropy"].detach(), batch, "token_mean")
         return Loss(surrogate.terms | terms, surrogate.metrics | metrics)
 
     def _kl(self, outputs: Outputs, batch: Batch) -> Tensor:
         if self.estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
-        return ESTIMATORS[self.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
+        return surrogates.ESTIMATORS[self.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
-        return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
+        return surrogates.aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def _weighted(self, credit: Tensor, batch: Batch) -> Tensor:
         if self.options.importance == "none":
@@ -156,7 +146,7 @@ class PolicyGradient(PolicyObjective):
             metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
         if self.options.kl_coefficient and self.estimator == "k3":
             old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
-            metrics["kl/largest"] = largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)
+            metrics["kl/largest"] = surrogates.largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)
         return metrics
 
 

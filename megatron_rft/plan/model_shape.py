@@ -8,18 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_rft.families import shapes
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
-from megatron_rft.families.shapes import (
-    delta_rows,
-    dense_ffn,
-    expert_ffn,
-    experts,
-    first,
-    head_dim,
-    kv_heads,
-    layer_parts,
-    of_json,
-)
 from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.plan.tower import Tower
@@ -31,35 +21,35 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
 class ModelShape:
     def __init__(self, config: dict[str, Any]):
         """`config`: the content of a config.json. Raises AttributeError where a field is missing."""
-        c = of_json(config)
+        c = shapes.of_json(config)
         family = family_of(c)
         self.layers: int = c.num_hidden_layers
         self.hidden: int = c.hidden_size
         self.heads: int = c.num_attention_heads
-        self.kv_heads = kv_heads(c)  # query groups
-        self.head_dim = head_dim(c)
+        self.kv_heads = shapes.kv_heads(c)  # query groups
+        self.head_dim = shapes.head_dim(c)
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.ffn = dense_ffn(c)  # intermediate size of a dense layer
-        self.experts = experts(c)  # 0: dense
-        self.expert_ffn = expert_ffn(c)
-        self.experts_per_token: int = first(c, "num_experts_per_tok", default=0)
+        self.ffn = shapes.dense_ffn(c)  # intermediate size of a dense layer
+        self.experts = shapes.experts(c)  # 0: dense
+        self.expert_ffn = shapes.expert_ffn(c)
+        self.experts_per_token: int = shapes.first(c, "num_experts_per_tok", default=0)
         self.expert_bias = family.has(EXPERT_BIAS) and self.experts > 0  # whether the routers have one
         self.max_positions: int = c.max_position_embeddings
         self.vocabulary: int = c.vocab_size
         self.tower = Tower(c) if sees(c) else None
-        self.tied = bool(first(c, "tie_word_embeddings"))  # the embedding is also the output matrix
+        self.tied = bool(shapes.first(c, "tie_word_embeddings"))  # the embedding is also the output matrix
         self.gemma = family.gemma  # four norms in a layer, and a GELU whose result is kept
         # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence
         # parallelism, why experts cannot be cut
         self.whole_sequences = whole_sequences(c)
         self.sequence_parallel = needs_sequence_parallel(c)
         self.whole_experts = whole_experts(c)
-        self.parts = tuple(tuple(layer_parts(c, i)) for i in range(self.layers))  # by layer
+        self.parts = tuple(tuple(shapes.layer_parts(c, i)) for i in range(self.layers))  # by layer
         self.mixture = tuple(any(part.expert for part in layer) for layer in self.parts)  # whether it has experts
         names = [{part.name for part in layer} for layer in self.parts]
         self.qk_norm = any("self_attention.q_layernorm." in name for layer in names for name in layer)
         self.delta_share = sum("self_attention.A_log" in layer for layer in names) / self.layers  # of delta nets
-        heads, rows = delta_rows(c)
+        heads, rows = shapes.delta_rows(c)
         # of a delta net: key heads, their size, value heads of each, their size
         self.delta = (heads, rows[0], rows[4], rows[2] // rows[4]) if heads else (0, 0, 0, 0)
         self.unread = "attention sinks" if family.sinks else "delta nets" if heads else ""  # in a vLLM engine
@@ -129,8 +119,8 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
     config, file = read_config(folder, option), folder / "config.json"
-    c = of_json(config)
-    kinds, layers = first(c, "layer_types"), first(c, "num_hidden_layers")
+    c = shapes.of_json(config)
+    kinds, layers = shapes.first(c, "layer_types"), shapes.first(c, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise DataError(
             f"{option}: {file} names {len(kinds)} layer_types for num_hidden_layers {layers}: make them equally many, "

@@ -32,17 +32,7 @@ from megatron_rft.inference.engine import (
     WeightValidator,
     check_requests,
 )
-from megatron_rft.inference.vllm import cpu_patches
-from megatron_rft.inference.vllm.arguments import (
-    SEEING,
-    cache_bytes,
-    common,
-    kept_tokens,
-    sampling_parameters,
-    save_config,
-    speculation,
-    token_bytes,
-)
+from megatron_rft.inference.vllm import arguments, cpu_patches
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
 from megatron_rft.records import Response
@@ -106,10 +96,10 @@ class VLLMEngine(Engine):
 
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
         """Return vLLM's engine arguments. The recipe's `options` take precedence over those of this package."""
-        save_config(self.config, Path(folder))
-        defaults = common(folder, self.dtype, "handover", self.max_model_len, sequences)
+        arguments.save_config(self.config, Path(folder))
+        defaults = arguments.common(folder, self.dtype, "handover", self.max_model_len, sequences)
         defaults |= {"max_model_len": self.max_model_len, "max_num_seqs": sequences, "seed": 0}
-        defaults |= {"disable_log_stats": True} | (SEEING if self.never else {})
+        defaults |= {"disable_log_stats": True} | (arguments.SEEING if self.never else {})
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":
@@ -118,11 +108,11 @@ class VLLMEngine(Engine):
                 defaults["sleep_preserve_parameter_names"] = ["draft.*"]  # no trainer sends a draft model's weights
             defaults |= self._share(options, gpu_share) if gpu_share else {}
         else:
-            room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
+            room = arguments.cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
             defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
         if self.counting:  # the statistics count the accepted tokens
             defaults["disable_log_stats"] = False
-            options = options | {"speculative_config": speculation(options["speculative_config"])}
+            options = options | {"speculative_config": arguments.speculation(options["speculative_config"])}
         return defaults | options
 
     def _share(self, options: dict[str, Any], share: float) -> dict[str, Any]:
@@ -140,7 +130,7 @@ class VLLMEngine(Engine):
             return {"gpu_memory_utilization": share}  # vLLM measures what a draft model takes
         whole = hf_shapes(self.config).items()
         weights = sum(math.prod(shape) / (1 if TOWER in name else self.ranks) for name, shape in whole)
-        sequence = token_bytes(self.config, self.dtype, self.ranks) * self.max_model_len
+        sequence = arguments.token_bytes(self.config, self.dtype, self.ranks) * self.max_model_len
         cache = room_for_cache(share, total, weights * self.dtype.itemsize, sequence)
         return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache}
 
@@ -214,7 +204,7 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            **sampling_parameters(request, sample, self.sampling),
+            **arguments.sampling_parameters(request, sample, self.sampling),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -227,7 +217,8 @@ class VLLMEngine(Engine):
         supports = ()
         if self.sampling.truncates:
             spans = zip(flat.start_indices, flat.end_indices, strict=True)
-            supports = tuple(kept_tokens(zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True)) for a, b in spans)
+            pairs = (zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) for a, b in spans)
+            supports = tuple(arguments.kept_tokens(each) for each in pairs)
         versions = [span.version for span in output.weight_versions or ()]
         if not versions or not set(versions) <= self.versions:
             raise RunFailed(
