@@ -37,7 +37,7 @@ SETTLE_S = 0.01  # a wave waits until a program that has asked neither asks nor 
 LONGEST_SETTLE_S = 1.0
 MODEL = "policy"  # its name at the endpoint
 KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
-LOG_TAIL = 600  # characters of a program's output in a message
+LOG_TAIL = 600  # bytes of a program's output in a message
 
 
 class Refused(Exception):
@@ -300,11 +300,10 @@ class ProgramEpisode:
             if late:
                 raise EpisodeFailed(f"took longer than {self.world.options.episode_timeout_s:g} s (episode_timeout_s)")
             self._finish(self.process.returncode if self.process else 0)
-        except EpisodeFailed as error:
+        except BaseException as error:
             self._fail(str(error))
-        except BaseException as error:  # the score's code can never be right
-            self._fail(str(error))
-            raise
+            if not isinstance(error, EpisodeFailed):  # the score's code can never be right
+                raise
         finally:
             remove_folder(str(self.folder))
             with self.changed:
@@ -335,8 +334,9 @@ class ProgramEpisode:
         return score and Score(**score)
 
     def _tail(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.folder / "log").read_text(errors="replace")[-LOG_TAIL:].strip() or "it printed nothing"
+        with contextlib.suppress(OSError), (self.folder / "log").open("rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - LOG_TAIL, 0))  # it may be larger than the memory
+            return log.read().decode(errors="replace").strip() or "it printed nothing"
         return "it has no output"
 
     def _fail(self, why: str) -> None:

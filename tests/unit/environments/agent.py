@@ -80,6 +80,13 @@ def fails() -> None:
     raise ValueError("a bug of the program")
 
 
+def floods() -> None:
+    """Its output is larger than any memory: a file with a hole."""
+    once()
+    os.ftruncate(1, 1 << 41)
+    sys.exit("the end")
+
+
 def silent() -> None:
     """It never asks."""
 

@@ -279,6 +279,7 @@ def test_the_score_sees_the_turn_that_was_sampled_last(play, chat_engine, tokeni
     ("name", "options", "message"),
     [
         ("fails", {}, r"turn 1: ended with status 1: .*some output.*ValueError: a bug of the program"),
+        ("floods", {}, r"turn 1: ended with status 1: \x00*the end$"),
         ("silent", {}, r"turn 0: ended with status 0 before the policy had a turn: it printed nothing"),
         ("hangs", {"episode_timeout_s": 2.0}, r"turn 1: took longer than 2 s .episode_timeout_s"),
         ("once", {"episode_timeout_s": 3.0, "score": f"{GRADERS}:slow"}, r"turn 1: gave no answer within [0-2]"),
