@@ -63,7 +63,7 @@ def _from_message(role: str, content: Any) -> list[dict]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     told = [each for each in blocks if each["type"] == "tool_result"]
     results = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": each.get("content")} for each in told]
-    calls = [_call(each["id"], each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
+    calls = [called(each["id"], each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
     rest = [each for each in blocks if each["type"] not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
     message: dict[str, Any] = {"role": role, "content": rest}
     if calls:
@@ -76,7 +76,7 @@ def _function(tool: dict, schema: Any) -> dict:
     return {"type": "function", "function": about}
 
 
-def _call(id: str, name: str, arguments: Any) -> dict:
+def called(id: str, name: str, arguments: Any) -> dict:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -165,8 +165,8 @@ def _add_item(messages: list[dict], item: dict) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
-        called = _call(item["call_id"], item["name"], item["arguments"])
-        messages[-1].setdefault("tool_calls", []).append(called)
+        call = called(item["call_id"], item["name"], item["arguments"])
+        messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     elif kind != "reasoning":

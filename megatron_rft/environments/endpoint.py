@@ -180,11 +180,10 @@ class Endpoint:
         spoken, choices = episode.world.spoken, []
         for message, turn in answers:
             finish = "tool_calls" if message.get("tool_calls") else turn.sampled.finish_reason
-            scored = None
-            if asked.get("logprobs"):
-                pairs = zip(turn.sampled.token_ids, turn.sampled.logprobs, strict=True)
-                scored = {"content": [logprob(spoken.tokenizer.decode([token]), value) for token, value in pairs]}
-            choices.append({"index": len(choices), "message": message, "finish_reason": finish, "logprobs": scored})
+            pairs = zip(turn.sampled.token_ids, turn.sampled.logprobs, strict=True)
+            scored = asked.get("logprobs") and [logprob(spoken.tokenizer.decode([token]), p) for token, p in pairs]
+            choice = {"index": len(choices), "message": message, "finish_reason": finish}
+            choices.append(choice | {"logprobs": {"content": scored} if scored else None})
         prompt, written = len(asks[0].prompt), sum(len(turn.sampled.token_ids) for _, turn in answers)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         usage["prompt_tokens_details"] = {"cached_tokens": prompt - len(asks[0].between)}
@@ -241,6 +240,9 @@ def check_values(body: dict, tools: list) -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
         if (value := body.get(name)) is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a whole number from 1 on, or absent, not {value!r:.40}")
+    for name, kind in {"stream": bool, "logprobs": bool, "stream_options": dict}.items():
+        if not isinstance(body.get(name), kind | None):
+            raise ValueError(f"{name} must be a {kind.__name__}, or absent, not {body[name]!r:.40}")
     for name in ("stop", "stop_sequences"):
         texts = [given] if isinstance(given := body.get(name) or [], str) else given
         if not (isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)):

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rft.environments.dialects import called
 from megatron_rft.records import Response
 from megatron_rft.rewards.tools.calls import MARKERS, Call, tool_calls
 
@@ -43,7 +44,8 @@ class Spoken:
         if calls := self._calls(spelt, tools):
             marker = MARKERS.search(message["content"])
             message["content"] = message["content"][: marker.start() if marker else 0].strip() or None
-            message["tool_calls"] = [_call(f"call_{id}_{number}", call) for number, call in enumerate(calls)]
+            given = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
+            message["tool_calls"] = [called(f"call_{id}_{number}", *each) for number, each in enumerate(given)]
         return message, sampled
 
     def _decode(self, ids: list[int], special: bool = False) -> str:
@@ -80,8 +82,3 @@ class Spoken:
 
 def _before(stop: list[str], text: str) -> str:
     return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
-
-
-def _call(id: str, call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": id, "type": "function", "function": function}

@@ -108,13 +108,14 @@ def plain(message: dict[str, Any]) -> Message:
     """A message as a chat template takes it: a text or parts, and calls whose arguments are objects.
 
     Raises:
-        ValueError: it has something else than text and images.
+        ValueError: it has something else than text and images, or no role.
     """
-    kept: dict[str, Any] = {"role": message["role"], "content": content_of(message.get("content"))}
+    if not isinstance(role := message["role"], str):
+        raise ValueError(f"the role of a message must be a text, not {role!r:.40}")
+    role = "system" if role == "developer" else role
+    kept: dict[str, Any] = {"role": role, "content": content_of(message.get("content"))}
     if not all(part.get("image", "data:").startswith("data:") for part in kept["content"] if isinstance(part, dict)):
         raise ValueError("an image of a request is a data URL: data:image/png;base64,...")
-    if kept["role"] == "developer":
-        kept["role"] = "system"
     kept |= {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if message.get(key)}
     calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
     if calls:  # clients add fields of their own, such as `parsed_arguments` and `index`
