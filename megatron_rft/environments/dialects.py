@@ -56,7 +56,8 @@ def from_messages(body: dict) -> dict:
     if body.get("tools"):
         asked["tools"] = [_function(tool, tool["input_schema"]) for tool in body["tools"]]
     choice = (body.get("tool_choice") or {}).get("type", "auto")
-    return asked | {"stop": body.get("stop_sequences"), "tool_choice": choice}
+    form = body.get("output_format") or (body.get("output_config") or {}).get("format")
+    return asked | {"stop": body.get("stop_sequences"), "tool_choice": choice, "response_format": form}
 
 
 def _from_message(role: str, content: Any) -> list[dict]:
@@ -133,13 +134,12 @@ OF_MODEL = ("model", "stream", "temperature", "top_p", "top_logprobs", "tool_cho
 def from_responses(body: dict) -> dict:
     if kept := [name for name in KEEPS if body.get(name)]:
         raise ValueError(f"{kept[0]} is not supported: each request must have all items in `input`")
-    given = body["input"]
     messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    for item in [{"role": "user", "content": given}] if isinstance(given := body["input"], str) else given:
         _add_item(messages, item)
-    asked = {name: body[name] for name in OF_MODEL if name in body} | {"messages": messages}
-    asked |= {"max_tokens": body.get("max_output_tokens")}
-    asked |= {"response_format": (body.get("text") or {}).get("format"), "tools": []}
+    asked = {name: body[name] for name in OF_MODEL if name in body} | {"messages": messages, "tools": []}
+    asked |= {"max_tokens": body.get("max_output_tokens"), "response_format": (body.get("text") or {}).get("format")}
+    asked["logprobs"] = "message.output_text.logprobs" in (body.get("include") or ())
     for tool, _ in _functions(body):
         if tool["type"] == "function":
             asked["tools"].append(_function(tool, tool.get("parameters")))
@@ -165,8 +165,7 @@ def _add_item(messages: list[dict], item: dict) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
-        call = called(item["call_id"], item["name"], item["arguments"])
-        messages[-1].setdefault("tool_calls", []).append(call)
+        messages[-1].setdefault("tool_calls", []).append(called(item["call_id"], item["name"], item["arguments"]))
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     elif kind != "reasoning":
@@ -180,7 +179,8 @@ def to_response(whole: dict, body: dict) -> dict:
     if thought := message.get("reasoning_content"):
         items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
     if message["content"] or not message.get("tool_calls"):
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
+        scored = (choice["logprobs"] or {"content": []})["content"]
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": scored}
         items.append({"type": "message", "role": "assistant", "content": [part]})
     spaces = {tool.get("name"): {"namespace": space} for tool, space in _functions(body) if space}
     for call in message.get("tool_calls", ()):

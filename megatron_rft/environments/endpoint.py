@@ -29,19 +29,19 @@ LARGEST = 64 << 20  # bytes of a request
 PASSES = 16  # of the loop: twice as many as from a connection to its request for a turn
 # They change the distribution of the policy, or ask for what the engine does not return. What changes nothing passes.
 REFUSED: dict[str, tuple] = {
-    **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids"), ({}, [])),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids", "stop_token_ids"), ({}, [])),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "ignore_eos"), (0, False)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-    **dict.fromkeys(("functions", "documents", "prediction", "audio"), ([], {})),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs"), ([], {})),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "add_generation_prompt"), (False,)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "prompt_logprobs", "truncate_prompt_tokens", "chat_template"), ()),
+    **dict.fromkeys(("functions", "documents", "prediction", "audio", "chat_template_kwargs"), ({}, [])),
+    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of", "add_generation_prompt"), (1, True)),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 OVERRULED = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), "the recipe's sampling counts")
-OVERRULED["web_search"] = "this server has none, and the policy is not told of it"
+OVERRULED |= dict.fromkeys(("web_search", "web_search_options"), "this server has none: the policy is not told of it")
 
 
 @dataclass(eq=False)

@@ -130,6 +130,10 @@ def refused() -> None:
     note("key", {"messages": hi}, key="wrong")
     note("bias", {"messages": hi, "logit_bias": {"5": 3}})
     note("json", {"messages": hi, "response_format": {"type": "json_object"}})
+    note("continued", {"messages": hi, "continue_final_message": True})
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for name, more in (("form", {"output_config": {"format": form}}), ("form before", {"output_format": form})):
+        note(name, {"messages": hi, "max_tokens": 9} | more, path="/messages")
     note("image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
     picture = [{"type": "image", "source": {}}]
     note("picture", {"max_tokens": 9, "messages": [{"role": "user", "content": picture}]}, path="/messages")
@@ -139,7 +143,8 @@ def refused() -> None:
     note("long", {"messages": [user("word " * 400)]})
     note("large", {"messages": [user("word " * 13_450_000)]})
     note("path", {"messages": hi}, path="/embeddings")
-    note("fine", {"messages": hi, "temperature": 0.0, "top_p": 1, "logit_bias": {}, "top_logprobs": 0})
+    changes_nothing = {"logit_bias": {}, "top_logprobs": 0, "add_generation_prompt": True}
+    note("fine", {"messages": hi, "temperature": 0.0, "top_p": 1} | changes_nothing)
     note("turns", {"messages": hi, "n": 9})
     note("segments", {"messages": hi, "n": 4})
     Path("refused.json").write_text(json.dumps(found))
@@ -346,6 +351,7 @@ def responses_route() -> None:
         "tools": [{"type": "namespace", "name": "sums", "tools": [function]}],
     }
     asked["tools"] += [{"type": "web_search"}]
+    scored = "message.output_text.logprobs"
     asked |= {"tool_choice": "auto", "store": False, "include": ["reasoning.encrypted_content"]}
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "add"}]}]
     with client.responses.stream(input=items, **asked) as stream:
@@ -361,7 +367,8 @@ def responses_route() -> None:
     second = client.responses.create(input=items, **asked)
     found.append([second.output_text, second.usage.input_tokens_details.cached_tokens > 0, second.status])
     items += [item.model_dump(exclude_none=True) for item in second.output] + [user("more")]
-    third = client.responses.create(input=items, **asked, max_output_tokens=2)
+    third = client.responses.create(input=items, **asked | {"max_output_tokens": 2, "include": [scored]})
+    assert [each.token for each in third.output[0].content[0].logprobs] == ["S", "o"]
     found.append([third.status, third.incomplete_details.reason, third.usage.output_tokens])
     image = {"type": "input_image", "image_url": "data:image/png;base64,"}
     for name, more in {

@@ -457,6 +457,8 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
         "key": [401, "invalid_api_key"],
         "bias": [400, "unsupported"],
         "json": [400, "unsupported"],
+        "continued": [400, "unsupported"],
+        **dict.fromkeys(("form", "form before"), [400, "invalid_request_error"]),
         "image": [400, "unsupported"],
         "picture": [400, "invalid_request_error"],
         "no messages": [400, "unsupported"],
