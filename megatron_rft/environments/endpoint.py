@@ -73,7 +73,7 @@ class Endpoint:
         self.url = asyncio.run_coroutine_threadsafe(self._serve(), self.loop).result()
 
     async def _serve(self) -> str:
-        app = web.Application(client_max_size=LARGEST, middlewares=[as_errors])
+        app = web.Application(client_max_size=LARGEST, middlewares=[self._as_errors])
         for path, dialect in dialects.DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))
         app.router.add_get("/v1/models", self._models)
@@ -171,11 +171,7 @@ class Endpoint:
         tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
         most = asked.get("max_completion_tokens") or asked.get("max_tokens")
         stop = [given] if isinstance(given := asked.get("stop") or [], str) else given
-        try:
-            asks = episode.ask(messages, tools, asked.get("n") or 1, most, stop)
-        except Refused as error:
-            self._tell(error.code, f"a program's request was refused: {error}")
-            raise
+        asks = episode.ask(messages, tools, asked.get("n") or 1, most, stop)
         answers = [await asyncio.wrap_future(ask.answer) for ask in asks]
         spoken, choices = episode.world.spoken, []
         for message, turn in answers:
@@ -206,6 +202,21 @@ class Endpoint:
             print(f"environment: {what}", flush=True)
 
     # ---- answers
+
+    @web.middleware
+    async def _as_errors(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        dialect = dialects.DIALECTS.get(request.path, dialects.CHAT)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request")
+        except ConnectionResetError:  # the client has given up
+            return web.Response(status=499)
+        except Exception as error:
+            refused = refusal(error)
+        if refused.code != "episode_ended":  # what was open when a program ended needs no answer
+            self._tell(f"{refused.code} {refused!s:.30}", f"a program's request was refused: {refused}")
+        return web.json_response(dialect.error(refused), status=refused.status)
 
     async def _whole(self, request: web.Request, reply: Reply, dialect: Dialect, body: dict) -> web.StreamResponse:
         answer = web.json_response(dialect.whole(await asyncio.shield(reply.task), body))
@@ -271,17 +282,3 @@ def logprob(text: str, value: float) -> dict[str, Any]:
 
 def gone(client: asyncio.Transport | None) -> bool:
     return client is None or client.is_closing()
-
-
-@web.middleware
-async def as_errors(request: web.Request, handler: Callable) -> web.StreamResponse:
-    dialect = dialects.DIALECTS.get(request.path, dialects.CHAT)
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request")
-    except ConnectionResetError:  # the client has given up
-        return web.Response(status=499)
-    except Exception as error:
-        refused = refusal(error)
-    return web.json_response(dialect.error(refused), status=refused.status)
