@@ -25,8 +25,7 @@ def openai_error(refused: Any) -> dict[str, Any]:
 
 
 def chat_events(whole: dict, body: dict) -> Iterable[Event]:
-    head = {name: value for name, value in whole.items() if name not in ("choices", "usage")}
-    head |= {"object": "chat.completion.chunk"}
+    head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in whole["choices"]:
         message = dict(choice["message"])
         calls = [call | {"index": place} for place, call in enumerate(message.pop("tool_calls", []))]
@@ -43,6 +42,7 @@ def chat_events(whole: dict, body: dict) -> Iterable[Event]:
 
 # ---- Anthropic's /v1/messages
 
+ENDED = ("stop_reason", "stop_sequence")
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PASSED = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 
@@ -66,9 +66,7 @@ def _from_message(role: str, content: Any) -> list[dict]:
     results = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": each.get("content")} for each in told]
     calls = [called(each["id"], each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
     rest = [each for each in blocks if each["type"] not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
-    message: dict[str, Any] = {"role": role, "content": rest}
-    if calls:
-        message["tool_calls"] = calls
+    message = {"role": role, "content": rest, "tool_calls": calls}
     return [*results, *([message] if rest or calls or not results else [])]
 
 
@@ -96,25 +94,25 @@ def to_message(whole: dict, body: dict) -> dict:
     counts = {"input_tokens": usage["prompt_tokens"] - cached, "output_tokens": usage["completion_tokens"]}
     counts |= {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
     about = {"id": whole["id"].replace("chatcmpl", "msg"), "type": "message", "role": "assistant"}
-    ended = {"stop_reason": STOPS[choice["finish_reason"]], "stop_sequence": None}
+    stop = choice["stop_reason"]
+    ended = {"stop_reason": "stop_sequence" if stop else STOPS[choice["finish_reason"]], "stop_sequence": stop}
     return about | {"model": whole["model"], "content": blocks, **ended, "usage": counts}
 
 
 def message_events(whole: dict, body: dict) -> Iterable[Event]:
     message = to_message(whole, body)
-    yield "message_start", {"type": "message_start", "message": message | {"content": [], "stop_reason": None}}
+    yield "message_start", {"type": "message_start", "message": message | {"content": []} | dict.fromkeys(ENDED)}
     for index, block in enumerate(message["content"]):
         kind = block["type"]
         given = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}[kind]
-        begun = {"type": "content_block_start", "index": index, "content_block": block | given}
-        yield "content_block_start", begun
+        yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": block | given}
         if kind == "tool_use":
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
             delta = {"type": f"{kind}_delta", kind: block[kind]}  # text and thinking stand in fields of that name
         yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    ended = {name: message[name] for name in ENDED}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": message["usage"]}
     yield "message_stop", {"type": "message_stop"}
 

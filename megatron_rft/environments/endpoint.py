@@ -179,6 +179,7 @@ class Endpoint:
             pairs = zip(turn.sampled.token_ids, turn.sampled.logprobs, strict=True)
             scored = asked.get("logprobs") and [logprob(spoken.tokenizer.decode([token]), p) for token, p in pairs]
             choice = {"index": len(choices), "message": message, "finish_reason": finish}
+            choice["stop_reason"] = spoken.completed(list(turn.sampled.token_ids), stop) if finish == "stop" else None
             choices.append(choice | {"logprobs": {"content": scored} if scored else None})
         prompt, written = len(asks[0].prompt), sum(len(turn.sampled.token_ids) for _, turn in answers)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}

@@ -48,6 +48,11 @@ class Spoken:
             message["tool_calls"] = [called(f"call_{id}_{number}", *each) for number, each in enumerate(given)]
         return message, sampled
 
+    def completed(self, ids: list[int], stop: list[str]) -> str | None:
+        """The text of `stop` that these tokens have first."""
+        text = self._decode(ids) if stop else ""
+        return min((each for each in stop if each in text), key=text.find, default=None)
+
     def _decode(self, ids: list[int], special: bool = False) -> str:
         ids = ids[:-1] if ids and ids[-1] in self.stops else ids
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
@@ -66,9 +71,9 @@ class Spoken:
 
     def _cut(self, sampled: Response, stop: list[str]) -> Response:
         ids = list(sampled.token_ids)
-        if not any(each in self._decode(ids) for each in stop):
+        if self.completed(ids, stop) is None:
             return sampled
-        length = next(n for n in range(1, len(ids) + 1) if any(each in self._decode(ids[:n]) for each in stop))
+        length = next(n for n in range(1, len(ids) + 1) if self.completed(ids[:n], stop))
         routes = sampled.routes
         return replace(
             sampled,

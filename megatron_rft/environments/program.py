@@ -174,7 +174,6 @@ class ProgramEpisode:
             self._start()
         except (OSError, EpisodeFailed) as error:
             self._fail(f"{self.world.options.command[0]} does not start: {error}")
-            return
         self.settle()
 
     def _start(self) -> None:

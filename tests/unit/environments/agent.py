@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -332,6 +333,10 @@ def anthropic_route() -> None:
     assert [f"event: {each['type']}" for each in events] == [line for line in lines if line.startswith("event: ")]
     said = "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta")
     found.append([said, events[-2]["usage"]["cache_read_input_tokens"] > 0])
+    messages += [{"role": "assistant", "content": "It is 42."}, user("What is it?")]
+    for streams in (False, True):
+        text = send(messages, stop_sequences=["hing", "et"], stream=streams)
+        found.append(re.findall('"stop_(?:reason|sequence)": ([^,}]+)', text))
     try:
         send(messages, tool_choice={"type": "any"})
     except urllib.error.HTTPError as error:

@@ -613,15 +613,17 @@ def test_calls_of_tools(play, tokenizer):
 def test_anthropics_route(tokenizer):
     problem = requests(tokenizer)[0].problem
     options = program("anthropic_route", score=f"{GRADERS}:files", turn_tokens=None)
-    texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42."]
+    texts = ["<think>\nhm\n</think>\n\nSo: " + CALL, "It is 42.", "Better: something"]
     template = Template(tokenizer, (tokenizer.eos_token_id,))
     (response,) = said(options, template, problem, texts)
     assert json.loads(json.loads(response.score.reason)["files"]["found.json"]) == [
         ["thinking", "So:", "add", {"a": 41}, "tool_use"],
         ["It is 42.", True],
+        ['"stop_sequence"', '"et"'],
+        ["null", "null", '"stop_sequence"', '"et"'],
         [400, "invalid_request_error"],
     ], response.score
-    assert len(response.turns) == 2 and not response.segments
+    assert len(turns_of(response)) == 4 and len(response.segments) == 1, "the last turn is asked for again"
     whole = tokenizer.decode([*response.prompt_ids, *response.token_ids])
     assert whole.count("10 tokens left") == 1 and whole.index("10 tokens left") < whole.index("So: ")
     assert whole.count("You help.") == 1 and whole.index("42") < whole.index("Go on.") < whole.index("5 tokens left")
