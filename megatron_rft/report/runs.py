@@ -97,7 +97,7 @@ def read(folder: str | Path) -> RecordedRun:
 
 
 def _no_run(folder: Path) -> str:
-    if not folder.is_dir():
+    if not folder.exists():
         beside = [str(path) for path in folder.parent.glob("*") if path.is_dir()] if folder.parent.is_dir() else []
         return f"there is no folder {folder}.{did_you_mean(str(folder), beside)}"
     if (folder / "index.json").is_file():

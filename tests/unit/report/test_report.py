@@ -184,6 +184,7 @@ class TestCommand:
         [
             (lambda folder: None, "there is no folder"),
             (lambda folder: folder.mkdir(), "it has no metrics.jsonl"),
+            (lambda folder: folder.touch(), "is not the folder of a run: it has no metrics.jsonl"),
             (lambda folder: write_run(folder / "inside"), "There are runs in it: "),
             (lambda folder: (folder.mkdir(), (folder / "index.json").write_text("{}")), "a store of trajectories"),
             (lambda folder: (folder.mkdir(), (folder / "metrics.jsonl").touch()), "no finished step yet"),
