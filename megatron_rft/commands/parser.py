@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     given = sys.argv[1:] if arguments is None else arguments
     args, rest = parser().parse_known_args(given)
     if any(text.startswith("-") for text in rest) or rest and not hasattr(args, "overrides"):
-        parser().error(f"there is no option {' '.join(rest)}")
+        parser().error(f"{args.command} does not take {' '.join(rest)}")
     if hasattr(args, "overrides"):
         engine = [f"rollout.engine={args.engine}"] if args.engine else []
         args.overrides = [*args.overrides, *rest, *engine, *args.fixed]
