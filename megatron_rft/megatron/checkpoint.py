@@ -17,6 +17,7 @@ import json
 import multiprocessing.dummy
 import os
 import pickle
+import select
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,16 +29,9 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async, fully_parallel
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
@@ -55,6 +49,7 @@ from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder
 from megatron_rft.utils.files import flush
 from megatron_rft.utils.processes import without_stop_signals
 
+BEGINS_WITHIN = 10.0  # seconds until a writer that has not begun is replaced
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # only this format can change TP and PP
 
 
@@ -106,7 +101,9 @@ class Checkpointer:
             self._sharded(shards),
             str(partial),
             # data-parallel ranks have the same weights: each writes a part
-            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.dp_with_cp_group()),
+            fully_parallel.FullyParallelSaveStrategyWrapper(
+                serialization.get_default_save_sharded_strategy(), parallel.dp_with_cp_group()
+            ),
             async_sharded_save=self.asynchronous,
             content_metadata=METADATA,
         )
@@ -121,10 +118,22 @@ class Checkpointer:
             self._publish(partial, final)
         else:
             request.add_finalize_fn(lambda: self._publish(partial, final))
-            write = functools.partial(_write, os.getpid(), request.async_fn, own, partial, dist.get_rank())
-            with without_stop_signals():
-                self.queue.schedule_async_request(request._replace(async_fn=write))
+            self._fork(request, own, partial)
             self.saving = True
+
+    def _fork(self, request: AsyncRequest, own: Callable[[], None], partial: Path) -> None:
+        """Start the writer. One that does not begin is replaced: before Python 3.11.10 a fork hangs in the interpreter
+        if a thread of another library has just locked its list of threads (CPython's issue 112275)."""
+        read, begun = os.pipe()
+        write = functools.partial(_write, request.async_fn, own, partial)
+        request = request._replace(async_fn=functools.partial(_begin, begun, os.getpid(), write))
+        with without_stop_signals():
+            self.queue.schedule_async_request(request)
+            caller = self.queue.async_calls[-1].async_caller
+            while not select.select([read], [], [], BEGINS_WITHIN)[0]:
+                caller.close(abort=True)
+                caller.schedule_async_call(request)
+        os.close(read), os.close(begun)
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Call it in each step while one is `saving`."""
@@ -199,8 +208,8 @@ class Checkpointer:
         """Load weights, moments and schedule into the models. Returns the content of run.json and the objective's
         state. Raises DataError if the checkpoint does not fit the models."""
         try:
-            read = get_default_load_sharded_strategy(str(path))
-            shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
+            read, group = serialization.get_default_load_sharded_strategy(str(path)), parallel.dp_with_cp_group()
+            shared = fully_parallel.FullyParallelLoadStrategyWrapper(read, group)  # each reads a part for all
             shards = optimizer_shards.ShardReader(parallel.on_main(lambda: optimizer_shards.index(path)))
             loaded = dist_checkpointing.load(self._sharded(), str(path), shared)
             self._load_into_models(loaded, shards)
@@ -274,18 +283,22 @@ class Checkpointer:
         self.saving = False
 
 
-def _write(
-    parent: int, write: Callable[..., None] | None, own: Callable[[], None], folder: Path, rank: int, *arguments: Any
-) -> None:
-    """Runs in the forked writer: the rank's own part of the optimizer's state, megatron's function, and then the
-    digests of what they have written."""
+def _begin(begun: int, parent: int, write: Callable[..., None], *arguments: Any) -> None:
+    """Runs in the forked writer, and says so to the file `begun`."""
     die_with(parent)
+    os.write(begun, b"!")
+    write(*arguments)
+
+
+def _write(write: Callable[..., None] | None, own: Callable[[], None], folder: Path, *arguments: Any) -> None:
+    """The rank's own part of the optimizer's state, megatron's function, and then the digests of what they have
+    written."""
     with suppress(Exception):  # `_publish` sees that the file is missing
         own()
     if write:
         write(*arguments)  # puts an error into the queue of results
     with suppress(OSError):  # the same error; digests.json gets what is missing from the files themselves
-        checkpoint_files.write_own_digests(folder, rank)
+        checkpoint_files.write_own_digests(folder, dist.get_rank())
 
 
 class Results:

@@ -27,14 +27,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -67,7 +61,7 @@ class Adapter(nn.Module):
             if dim is None:
                 parameter.sequence_parallel = sequence_parallel
             else:  # otherwise the gradient's norm would count only the first rank's part
-                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in / tp] -> [s, b, out / tp], as the layer's input and output are split."""
@@ -76,11 +70,12 @@ class Adapter(nn.Module):
 
     def _over_ranks(self, low: Tensor) -> Tensor:
         if self.column:
-            gather, copy = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
-            return (gather if self.sequence_parallel else copy)(low)
+            if self.sequence_parallel:
+                return tensor_parallel.gather_from_sequence_parallel_region(low)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(low)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low)
-        return reduce_from_tensor_model_parallel_region(low)
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(low)
 
     def dropped(self, x: Tensor) -> Tensor:
         """x with a share of zeros. The mask is a function of the CPU generator's state, which `Actor.backward` sets and

@@ -15,13 +15,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -139,13 +134,13 @@ class WholeNorm(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         own = self.width // config.tensor_model_parallel_size
         self.heads_weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.heads_weight, True, 0, 1)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.heads_weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads, d]"""
         exact = x.float()
-        squares = reduce_from_tensor_model_parallel_region(exact.square().sum((-2, -1), keepdim=True))
-        squares = copy_to_tensor_model_parallel_region(squares)  # each rank's output depends on the whole sum
+        squares = tensor_parallel.reduce_from_tensor_model_parallel_region(exact.square().sum((-2, -1), keepdim=True))
+        squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)  # each rank's output needs all
         normed = exact * torch.rsqrt(squares / self.width + self.eps)
         return normed.to(x.dtype) * self.heads_weight.view(x.shape[-2:])
 
@@ -237,7 +232,7 @@ class TorchAttention(MegatronModule):
 
     def attend_over_context(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """This rank's queries over every rank's keys; [s, b, heads, d] -> [s, b, heads * d]."""
-        k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
+        k, v = (tensor_parallel.gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
         mask = context_mask(cu_seqlens, self.cp_group.size(), self.cp_group.rank(), q.device, q.dtype)
         return self.attend_padded(q, k, v, mask)
 

@@ -1,10 +1,14 @@
 """What a checkpoint's forked writer tells the process that forked it."""
 
+import multiprocessing
 import os
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from queue import Empty
 
 import pytest
+import torch
 
 from megatron_rft.megatron import checkpoint, optimizer_shards
 from megatron_rft.megatron.checkpoint import Checkpointer, Results
@@ -55,3 +59,24 @@ def test_a_writer_that_was_killed_has_no_result():
         results.get_nowait()
     forked(lambda: results.put("whole"))
     assert results.get_nowait() == "whole"
+
+
+def test_a_writer_that_does_not_begin_is_replaced(tmp_path, monkeypatch, one_rank):
+    begin, forks = checkpoint._begin, tmp_path / "forks"
+
+    def stuck_at_first(*arguments):
+        with forks.open("a") as file:
+            file.write(f"{os.getpid()} ")
+        if len(forks.read_text().split()) == 1:
+            time.sleep(600)
+        begin(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_begin", stuck_at_first)
+    monkeypatch.setattr(checkpoint, "BEGINS_WITHIN", 0.5)
+    checkpoints = Checkpointer(tmp_path / "checkpoints", {})
+    checkpoints.save(1, {}, {"x": torch.zeros(2)})
+    checkpoints.close()
+    assert [path.name for path in complete(checkpoints.folder)] == ["step_000001"]
+    first, second = map(int, forks.read_text().split())
+    multiprocessing.active_children()  # collects those that have ended
+    assert first != second and not Path(f"/proc/{first}").exists()
