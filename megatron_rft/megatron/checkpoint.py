@@ -14,14 +14,13 @@ The writer also computes the digests of its shards.
 import errno
 import functools
 import json
-import multiprocessing.dummy
 import os
 import pickle
-import select
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import connection, dummy
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
@@ -130,7 +129,7 @@ class Checkpointer:
         with without_stop_signals():
             self.queue.schedule_async_request(request)
             caller = self.queue.async_calls[-1].async_caller
-            while not select.select([read], [], [], BEGINS_WITHIN)[0]:
+            while not connection.wait([read], BEGINS_WITHIN):
                 caller.close(abort=True)
                 caller.schedule_async_call(request)
         os.close(read), os.close(begun)
@@ -291,8 +290,7 @@ def _begin(begun: int, parent: int, write: Callable[..., None], *arguments: Any)
 
 
 def _write(write: Callable[..., None] | None, own: Callable[[], None], folder: Path, *arguments: Any) -> None:
-    """The rank's own part of the optimizer's state, megatron's function, and then the digests of what they have
-    written."""
+    """The rank's own part of the optimizer's state, megatron's function, then the digests of what they have written."""
     with suppress(Exception):  # `_publish` sees that the file is missing
         own()
     if write:
@@ -326,5 +324,5 @@ class Results:
 
 def prepare_writer() -> None:
     """Have megatron's writer use threads, where it forks a process for each file, and `Results`."""
-    filesystem_async.mp = SimpleNamespace(get_context=lambda _method: multiprocessing.dummy)
+    filesystem_async.mp = SimpleNamespace(get_context=lambda _method: dummy)
     filesystem_async._results_queue = filesystem_async._results_queue or Results()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import mpmath
@@ -146,19 +147,21 @@ def value(tree: Tree, point: dict[str, Any] | None = None) -> Any:
     return None if found != found else found
 
 
-def values(tree: Tree, names: Iterable[str]) -> list[Any]:
-    """The values of a formula at each of the points, or its one value."""
+def values(tree: Tree, names: Iterable[str]) -> Iterator[Any]:
+    """The values of a formula at each of the points, or its one value, computed when they are read."""
     points = [{name: mp.mpf(row[k % 4]) + k // 4 for k, name in enumerate(sorted(names))} for row in POINTS]
-    return [value(tree, point) for point in (points if names else [{}])]
+    return (value(tree, point) for point in (points if names else [{}]))
 
 
 def equal(wanted: Tree, got: Tree) -> bool:
     """Whether two formulas have the same values. A decimal may be a rounding, but not of an irrational number."""
     decimals = [any(each[0] == "n" and each[1].places for each in nodes(tree)) for tree in (wanted, got)]
     names = symbols(wanted) | symbols(got)
-    pairs = [pair for pair in zip(values(wanted, names), values(got, names), strict=False) if pair != (None, None)]
-    rounded = bool(pairs) and (decimals[0] or (decimals[1] and isinstance(pairs[0][0], Fraction)))
-    return bool(pairs) and all(None not in pair and close(*pair, rounded=rounded) for pair in pairs)
+    pairs = (pair for pair in zip(values(wanted, names), values(got, names), strict=True) if pair != (None, None))
+    if (first := next(pairs, None)) is None:
+        return False
+    rounded = decimals[0] or (decimals[1] and isinstance(first[0], Fraction))
+    return all(None not in pair and close(*pair, rounded=rounded) for pair in chain([first], pairs))
 
 
 def proportional(reference: tuple[Tree, Tree], answer: tuple[Tree, Tree]) -> bool:
