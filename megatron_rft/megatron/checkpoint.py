@@ -121,15 +121,15 @@ class Checkpointer:
             self.saving = True
 
     def _fork(self, request: AsyncRequest, own: Callable[[], None], partial: Path) -> None:
-        """Start the writer. One that does not begin is replaced: before Python 3.11.10 a fork hangs in the interpreter
-        if a thread of another library has just locked its list of threads (CPython's issue 112275)."""
+        """Start the writer. One that neither begins nor ends is replaced: before Python 3.11.10 a fork hangs in the
+        interpreter if another library's thread has just locked its list of threads (CPython's issue 112275)."""
         read, begun = os.pipe()
         write = functools.partial(_write, request.async_fn, own, partial)
         request = request._replace(async_fn=functools.partial(_begin, begun, os.getpid(), write))
         with without_stop_signals():
             self.queue.schedule_async_request(request)
             caller = self.queue.async_calls[-1].async_caller
-            while not connection.wait([read], BEGINS_WITHIN):
+            while not connection.wait([read, caller.process.sentinel], BEGINS_WITHIN):
                 caller.close(abort=True)
                 caller.schedule_async_call(request)
         os.close(read), os.close(begun)

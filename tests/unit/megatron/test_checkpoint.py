@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,10 +10,12 @@ from queue import Empty
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rft.megatron import checkpoint, optimizer_shards
 from megatron_rft.megatron.checkpoint import Checkpointer, Results
 from megatron_rft.utils.checkpoint_files import complete
+from megatron_rft.utils.errors import RunFailed
 
 
 def forked(action) -> None:
@@ -80,3 +83,14 @@ def test_a_writer_that_does_not_begin_is_replaced(tmp_path, monkeypatch, one_ran
     first, second = map(int, forks.read_text().split())
     multiprocessing.active_children()  # collects those that have ended
     assert first != second and not Path(f"/proc/{first}").exists()
+
+
+def test_a_writer_that_is_killed_before_it_begins_is_waited_for_no_longer(tmp_path, monkeypatch, one_rank):
+    monkeypatch.setattr(checkpoint, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoints = Checkpointer(tmp_path / "checkpoints", {})
+    begin = time.monotonic()
+    checkpoints.save(1, {}, {"x": torch.zeros(2)})
+    assert time.monotonic() - begin < checkpoint.BEGINS_WITHIN
+    with pytest.raises((OSError, RunFailed, CheckpointException)):
+        checkpoints.wait()
+    assert not complete(checkpoints.folder)
