@@ -50,7 +50,7 @@ class SectionType(type(BaseModel)):
     name="grpo")`."""
 
     def __new__(mcs, name: str, bases: tuple, namespace: dict, /, without: Iterable[str] = (), **more: Any):
-        config: dict[str, Any] = {"defer_build": True} | {key: more.pop(key) for key in ("extra",) if key in more}
+        config: dict[str, Any] = {"defer_build": True} | ({"extra": more.pop("extra")} if "extra" in more else {})
         values = {option: bases[0].model_fields[option].default for option in without}
         annotations = {option: Literal[value] for option, value in more.items()}
         annotations |= namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)

@@ -241,10 +241,9 @@ class OfflineRecipe(GivenRecipe, trainer="offline"):
         options, store = [name for name in s.Source.model_fields if name != "path"], "with a store of trajectories"
         data.train.unused(True, f"{store}: generate one with this option", *options, place="data.train.")
         data.unused(True, f"{store}: set data.validation.limit, data.test.limit", "limit", place="data.")
-        evaluates = data.test or data.validation or self.evaluation.benchmarks
         why = "without data.test, data.validation or evaluation.benchmarks: the trajectories have their prompts"
         names = ("prompt_template", "chat", "chat_template_kwargs", "prompt_field", "answer_field", "image_field")
-        data.unused(not evaluates, why, *names, place="data.")
+        data.unused(not (data.test or data.validation or self.evaluation.benchmarks), why, *names, place="data.")
 
 
 # ---- generate: sample and grade once

@@ -55,18 +55,17 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def _found(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    return [path for name in names for path in sorted(folder.glob(name))]
+    return [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
 
 
-def read_tokenizer(folder: Path, option: str, fix: str) -> Any:
-    """Load the tokenizer in `folder`. Raises DataError, which names the `option` and, if there is none, the `fix`."""
+def read_tokenizer(folder: Path, place: str, fix: str) -> Any:
+    """Load the tokenizer in `folder`. Raises DataError, which names the `place` and, if there is none, the `fix`."""
     if not _found(folder, TOKENIZERS):  # transformers would make an empty one
-        what = "has no tokenizer (tokenizer.json or another of transformers' files)"
-        raise DataError(f"{option}: {folder} {what}. {fix}")
+        raise DataError(f"{place}: {folder} has no tokenizer (tokenizer.json or another of transformers' files). {fix}")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"{option}: no tokenizer can be loaded from {folder}: {error}") from None
+        raise DataError(f"{place}: no tokenizer can be loaded from {folder}: {error}") from None
 
 
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic

@@ -50,8 +50,7 @@ class Spoken:
 
     def completed(self, ids: list[int], stop: list[str]) -> str | None:
         """The text of `stop` that these tokens have first."""
-        text = self._decode(ids) if stop else ""
-        return min((each for each in stop if each in text), key=text.find, default=None)
+        return _first(stop, self._decode(ids)) if stop else None
 
     def _decode(self, ids: list[int], special: bool = False) -> str:
         ids = ids[:-1] if ids and ids[-1] in self.stops else ids
@@ -85,5 +84,9 @@ class Spoken:
         )
 
 
+def _first(stop: list[str], text: str) -> str | None:
+    return min((each for each in stop if each in text), key=text.find, default=None)
+
+
 def _before(stop: list[str], text: str) -> str:
-    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+    return text if (first := _first(stop, text)) is None else text[: text.find(first)]

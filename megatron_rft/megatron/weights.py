@@ -1,9 +1,8 @@
 """Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
 layout.
 
-`WeightStream` is the exact inverse of `load`. Both need memory for one parameter at a time, a stream at least `JOINED`
-bytes of it. A *lookup* is any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's
-`__getitem__`.
+`WeightStream` is the exact inverse of `load`. Both need memory for a parameter at a time, or `JOINED` bytes. A *lookup*
+is any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
 """
 
 import hashlib
@@ -59,12 +58,12 @@ def load(chunks: list[GPTModel], lookup: Lookup, mapping: Mapping, adapters: boo
 
 
 class Outgoing(NamedTuple):
-    """A parameter as a stream gathers it."""
+    """A parameter as a stream gathers it: in a batch, which has the same first four."""
 
     stage: int  # pipeline rank
     dtype: torch.dtype
-    shards: dist.ProcessGroup  # of the ranks with its shards
-    experts: dist.ProcessGroup | None  # of the expert-parallel ranks, if it is an expert's
+    shard_group: dist.ProcessGroup  # of the ranks with its shards
+    expert_group: dist.ProcessGroup | None  # of the expert-parallel ranks, if it is an expert's
     name: str
     shape: torch.Size  # of a rank's shard
     # The whole parameter and, if it is an expert's, those of the other expert-parallel ranks: its name, its HF tensors'
@@ -101,7 +100,7 @@ class WeightStream:
 
     def _gathered(self, batch: list[Outgoing], size: int) -> Iterable[Sequence[Tensor]]:
         """Return the shards of a batch, each [size], of this expert-parallel rank or, if they are experts', of all."""
-        stage, dtype, shards, experts = batch[0][:4]
+        stage, dtype, shard_group, expert_group = batch[0][:4]
         if stage == parallel.pp_rank():
             flats = [_plain(self.mine[part.name]).to(dtype).reshape(-1) for part in batch]
             flat = torch.cat(flats) if len(flats) > 1 else flats[0]
@@ -109,7 +108,7 @@ class WeightStream:
             flat = torch.empty(size, dtype=dtype, device=parallel.device())
         if parallel.pp_size() > 1:
             dist.broadcast(flat, group=parallel.pp_group(), group_src=stage)
-        return zip(*(_all_gather(shard, experts) for shard in _all_gather(flat, shards)), strict=True)
+        return zip(*(_all_gather(shard, expert_group) for shard in _all_gather(flat, shard_group)), strict=True)
 
 
 def _stacked(
