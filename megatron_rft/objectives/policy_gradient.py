@@ -16,25 +16,13 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
 from megatron_rft.config.algorithms.online import DEFAULT, Setting
-from megatron_rft.objectives import surrogates
+from megatron_rft.objectives import base, surrogates
 from megatron_rft.objectives.advantages import group_centred, group_normalised, to_tokens
-from megatron_rft.objectives.base import (
-    Loss,
-    Outputs,
-    PolicyObjective,
-    Prepared,
-    SecondDistribution,
-    State,
-    Sum,
-    Update,
-    sequence_sums,
-    zero_sequences,
-)
 from megatron_rft.records import Batch, like
 from megatron_rft.utils.errors import CodeError
 
 
-class PolicyGradient(PolicyObjective):
+class PolicyGradient(base.PolicyObjective):
     options: section.Clipped
 
     def __init__(self, options: section.Clipped, setting: Setting = DEFAULT):
@@ -69,7 +57,7 @@ class PolicyGradient(PolicyObjective):
 
     def penalties(self, batch: Batch) -> Tensor:
         """[B] sums of `token_penalty`."""
-        return sequence_sums(self.token_penalty(batch), batch)
+        return base.sequence_sums(self.token_penalty(batch), batch)
 
     # ---- the loss
 
@@ -79,18 +67,18 @@ class PolicyGradient(PolicyObjective):
         low, high = options.clip_low, options.clip_high
         return surrogates.clipped_surrogate(log_ratio, advantages, low, high, options.dual_clip)
 
-    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
+    def surrogate(self, outputs: base.Outputs, batch: Batch) -> base.Loss:
         logprobs = outputs["logprobs"]
         result = self.clip(surrogates.log_ratio(logprobs, batch), batch, like(batch.tokens["advantages"], logprobs))
         return self.aggregated(result, batch)
 
-    def aggregated(self, result: surrogates.Clipped, batch: Batch) -> Loss:
+    def aggregated(self, result: surrogates.Clipped, batch: Batch) -> base.Loss:
         return surrogates.surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def _importance(self, logprobs: Tensor, batch: Batch) -> Tensor:
         return surrogates.importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+    def loss(self, outputs: base.Outputs, batch: Batch) -> base.Loss:
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
         if self.options.importance != "none":
             weights = self._importance(logprobs, batch)
@@ -106,15 +94,15 @@ class PolicyGradient(PolicyObjective):
         if "old_logprobs" not in batch.tokens:
             metrics |= surrogates.mismatch_sums(logprobs, batch)
         metrics["entropy"] = surrogates.aggregate(outputs["entropy"].detach(), batch, "token_mean")
-        return Loss(surrogate.terms | terms, surrogate.metrics | metrics)
+        return base.Loss(surrogate.terms | terms, surrogate.metrics | metrics)
 
-    def _kl(self, outputs: Outputs, batch: Batch) -> Tensor:
+    def _kl(self, outputs: base.Outputs, batch: Batch) -> Tensor:
         if self.estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
         return surrogates.ESTIMATORS[self.estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
 
-    def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
+    def _aggregate(self, values: Tensor, batch: Batch) -> base.Sum:
         return surrogates.aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def _weighted(self, credit: Tensor, batch: Batch) -> Tensor:
@@ -127,23 +115,23 @@ class PolicyGradient(PolicyObjective):
 
     # ---- the step
 
-    def prepare(self, batch: Batch, state: State) -> Prepared:
+    def prepare(self, batch: Batch, state: base.State) -> base.Prepared:
         batch = batch.with_tokens(advantages=self.advantages(batch))
-        return Prepared([self.policy_update(batch)], state, self.batch_metrics(batch))
+        return base.Prepared([self.policy_update(batch)], state, self.batch_metrics(batch))
 
-    def policy_update(self, batch: Batch) -> Update:
+    def policy_update(self, batch: Batch) -> base.Update:
         """The policy's update on a batch that contains advantages."""
         if not self.kl_in_loss and not self.options.entropy_coefficient and type(self).loss is PolicyGradient.loss:
-            batch = batch.with_sequences(no_gradient=zero_sequences(batch.tokens["advantages"], batch))
+            batch = batch.with_sequences(no_gradient=base.zero_sequences(batch.tokens["advantages"], batch))
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if self.exact else set())
-        second, idle = SecondDistribution("reference") if self.exact else None, not self.keep(batch).any()
+        second, idle = base.SecondDistribution("reference") if self.exact else None, not self.keep(batch).any()
         return self.update("policy", batch, self.loss, frozenset(outputs), second=second, idle=idle)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """KL metrics before the step. If no old_logprobs are computed, the engine's log-probs replace them."""
         metrics = {}
         if self.kl_in_reward:
-            metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
+            metrics["reward/kl_penalty"] = base.sequence_sums(self.kl_penalty(batch), batch).mean().item()
         if self.options.kl_coefficient and self.estimator == "k3":
             old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
             metrics["kl/largest"] = surrogates.largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)

@@ -3,14 +3,7 @@
 from torch import Tensor
 
 from megatron_rft.config.algorithms import online as section
-from megatron_rft.objectives.advantages import (
-    at_turn_ends,
-    group_centred,
-    rewards_to_go,
-    to_tokens,
-    whiten,
-    without_turns,
-)
+from megatron_rft.objectives import advantages
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.records import Batch
 
@@ -22,8 +15,9 @@ class ReinforcePlusPlus(PolicyGradient):
     options: section.ReinforcePlusPlus
 
     def advantages(self, batch: Batch) -> Tensor:
-        rewards = at_turn_ends(without_turns(batch.shaped_rewards, batch), batch) - self.token_penalty(batch)
-        return whiten(rewards_to_go(rewards, batch, self.options.gamma), batch.response_mask)
+        rewards = advantages.without_turns(batch.shaped_rewards, batch)
+        rewards = advantages.at_turn_ends(rewards, batch) - self.token_penalty(batch)
+        return advantages.whiten(advantages.rewards_to_go(rewards, batch, self.options.gamma), batch.response_mask)
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):
@@ -32,5 +26,5 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     options: section.ReinforcePlusPlusBaseline
 
     def advantages(self, batch: Batch) -> Tensor:
-        credit = group_centred(self.rewards(batch) - self.penalties(batch), batch.groups)
-        return whiten(to_tokens(credit, batch), batch.response_mask)
+        credit = advantages.group_centred(self.rewards(batch) - self.penalties(batch), batch.groups)
+        return advantages.whiten(advantages.to_tokens(credit, batch), batch.response_mask)

@@ -17,17 +17,7 @@ from megatron_rft.families.checks import why_unsupported
 from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.families.tables import family_of
 from megatron_rft.families.towers import never_sampled, sees
-from megatron_rft.inference.engine import (
-    Engine,
-    EngineBuild,
-    EngineOptions,
-    Group,
-    Request,
-    Sampling,
-    WeightValidator,
-    check_requests,
-    checksum,
-)
+from megatron_rft.inference import engine
 from megatron_rft.inference.hf import attention
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.routes import Routes
@@ -36,11 +26,11 @@ from megatron_rft.utils.errors import DataError, RunFailed
 EXPERT_BIAS = "e_score_correction_bias"  # how the names of such buffers end
 
 
-def builder(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions) -> EngineBuild:
+def builder(config: PreTrainedConfig, dtype: torch.dtype, options: engine.EngineOptions) -> engine.EngineBuild:
     return partial(HFEngine, config, dtype, max_batch_sequences=options.max_batch_sequences)
 
 
-class HFEngine(Engine):
+class HFEngine(engine.Engine):
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -68,16 +58,16 @@ class HFEngine(Engine):
         self.takes_bias = ours and attention.takes_bias(model.config, dtype)
         self.targets = hf_views(self.model, config)
         shapes = {name: target.shape for name, target in self.targets.items()}
-        self.validator = WeightValidator(shapes, config.model_type)
+        self.validator = engine.WeightValidator(shapes, config.model_type)
 
     @torch.inference_mode()
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+    def generate(self, requests: list[engine.Request], sampling: engine.Sampling) -> Iterator[engine.Group]:
         if self.weight_version < 0:
             raise RunFailed("generation was asked for before any weights were loaded")
         config = self.config
         positions = config.max_position_embeddings
         room = f"the model has {positions} positions (max_position_embeddings)"
-        check_requests(requests, sampling, positions, room, config.vocab_size)
+        engine.check_requests(requests, sampling, positions, room, config.vocab_size)
         yield from Decoder(self, sampling).run(requests)
 
     @torch.no_grad()
@@ -92,7 +82,7 @@ class HFEngine(Engine):
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:
-        return {name: checksum(tensor.to(self.dtype)) for name, tensor in self.targets.items()}
+        return {name: engine.checksum(tensor.to(self.dtype)) for name, tensor in self.targets.items()}
 
     def sleep(self) -> None:
         self._to(torch.device("cpu"))

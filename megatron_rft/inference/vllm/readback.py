@@ -12,15 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-    UnquantizedLinearMethod,
-)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megatron_rft.families.tables import family_of
@@ -112,19 +106,19 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
                 names = hf_names(model, path.replace("lm_head", "model.embed_tokens"), key)
             yield Shard(names, values, rows=model.config.get_text_config().vocab_size)
         elif len(names) > 1:
-            shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
+            shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, linear.QKVParallelLinear) else [1, 1]
             for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
                 yield Shard([name], part, copies=copies * replicas)
-        elif isinstance(layer, RowParallelLinear) and key == "weight":
+        elif isinstance(layer, linear.RowParallelLinear) and key == "weight":
             yield Shard(names, values, dim=1, copies=replicas)
         else:
-            whole = not isinstance(layer, ColumnParallelLinear)
+            whole = not isinstance(layer, linear.ColumnParallelLinear)
             yield Shard(names, values, copies=world if whole else replicas)
 
 
 def rounds(layer: nn.Module) -> bool:
     """Return whether the layer's matrix is quantised."""
-    return isinstance(layer, LinearBase) and not isinstance(layer.quant_method, UnquantizedLinearMethod)
+    return isinstance(layer, linear.LinearBase) and not isinstance(layer.quant_method, linear.UnquantizedLinearMethod)
 
 
 def parameters(layer: nn.Module) -> list[str]:
