@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_rft.megatron import optimizer_shards, parallel
 from megatron_rft.megatron.actor import Actor
@@ -72,7 +72,6 @@ class Checkpointer:
             optimizer_shards.gather_nothing(actor.optimizer.megatron)
         self.queue = AsyncCallsQueue(persistent=False)
         self.failed = self.saving = False
-        prepare_writer()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
         self.partial = f".{attempt[0]}{PARTIAL}"  # unique, because the writer of a killed start may still be running
@@ -96,6 +95,7 @@ class Checkpointer:
             partial.mkdir()
         parallel.barrier("checkpoint")
         shards = optimizer_shards.Shards()
+        prepare_writer()
         request = dist_checkpointing.save(
             self._sharded(shards),
             str(partial),
@@ -152,7 +152,7 @@ class Checkpointer:
         """Remove a checkpoint that cannot be written and end the run, because later steps could not be saved."""
         try:
             yield
-        except (Exception, CheckpointException) as error:
+        except (Exception, torch_checkpoint.CheckpointException) as error:
             name = self.writing.name.removesuffix(self.partial)
             if disk_is_full(error):
                 why = f"the disk is full: {name} did not fit into"
@@ -212,7 +212,7 @@ class Checkpointer:
             shards = optimizer_shards.ShardReader(parallel.on_main(lambda: optimizer_shards.index(path)))
             loaded = dist_checkpointing.load(self._sharded(), str(path), shared)
             self._load_into_models(loaded, shards)
-        except (Exception, CheckpointException) as error:  # the second one's text is a traceback
+        except (Exception, torch_checkpoint.CheckpointException) as error:  # the second one's text is a traceback
             reason = str(error).strip().rpartition("\n")[2]
             raise DataError(
                 f"the checkpoint {path} cannot be loaded into this model: {reason}. Was the model or the optimizer "
@@ -324,5 +324,5 @@ class Results:
 
 def prepare_writer() -> None:
     """Have megatron's writer use threads, where it forks a process for each file, and `Results`."""
-    filesystem_async.mp = SimpleNamespace(get_context=lambda _method: dummy)
     filesystem_async._results_queue = filesystem_async._results_queue or Results()
+    filesystem_async.mp = SimpleNamespace(get_context=lambda _method: dummy)

@@ -1,12 +1,12 @@
-"""Lets torch's compiler, SymPy, TensorBoard and wandb load at their first use on a CPU, where nothing is compiled:
-three of ten seconds of processor time until step 1. transformers, torch and megatron-core import them. transformers
-also reads the files of all its models twice, and those of all installed packages: 0.3 s more."""
+"""Lets torch's compiler, DTensor, checkpoints, SymPy, accelerate, TensorBoard and wandb load at first use on a CPU:
+a third of the processor time until step 1. transformers, torch and megatron-core import them. transformers also reads
+the files of all its models three times, and those of all installed packages: 0.3 s more."""
 
 import contextlib
 import gc
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module, metadata
 from importlib.abc import Loader
@@ -22,20 +22,40 @@ def _same(function: Any = None, *args: Any, **options: Any) -> Any:
     return function or _same
 
 
-# Module -> what its names are before it is loaded; None: what loads it when it is called. Other names load it at once.
 _CACHES = SimpleNamespace(clear_lru_cache=lambda: None, get_legacy_mod_inlinelist=SimpleNamespace(cache_clear=int))
 _COMPILER = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _same)
-_SYMBOLS = ("guard_or_false", "statically_known_true", "GuardOnDataDependentSymNode")
 READ_TWICE = "transformers.utils.import_utils"
-LATE: dict[str, dict[str, Any]] = {
-    "megatron.core.inference.unified_memory": {"create_unified_mempool": None, "UnifiedMemoryUnsupportedError": None},
-    "torch._dynamo": _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES},
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": None},
-    "torch.fx.experimental.symbolic_shapes": dict.fromkeys(_SYMBOLS),
-    "torch.utils.cpp_extension": {},
-    "torch.utils.tensorboard": {"SummaryWriter": None},
-    "wandb": {},
+_NAMES = {
+    "accelerate": "PartialState dispatch_model",
+    "accelerate.hooks": "AlignDevicesHook add_hook_to_module",
+    "accelerate.utils": "extract_model_from_parallel get_balanced_memory get_max_memory infer_auto_device_map reduce",
+    "accelerate.utils.modeling": "clean_device_map get_max_layer_size",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": "",
+    "megatron.core.dist_checkpointing.strategies.torch": "",
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "FullyShardedDataParallel",
+    "megatron.core.inference.unified_memory": "UnifiedMemoryUnsupportedError create_unified_mempool",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint": "get_global_unique_param_name handle_experts_in_state_dict",
+    "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
+    "torch.distributed._composable.fsdp": "fully_shard",
+    "torch.distributed._tensor": "DTensor distribute_tensor",
+    "torch.distributed.checkpoint": "",
+    "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy fully_shard",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor.placement_types": "Shard",
+    "torch.export": "",
+    "torch.utils.cpp_extension": "",
+    "torch.utils.tensorboard": "SummaryWriter",
+    "transformers.distributed.sharding_utils": "DtensorShardOperation _dtensor_from_local_like",
+    "transformers.distributed.tensor_parallel": "_get_parameter_plan _validate_parallel_plan_styles verify_tp_plan "
+    "apply_expert_parallelism apply_tensor_parallelism gather_state_dict_for_save replace_layer_number_by_wildcard "
+    "resolve_parallel_plans",
+    "wandb": "",
 }
+# Module -> what its names are before it is loaded; None: a `LateName`. Other names load it at once.
+LATE: dict[str, dict[str, Any]] = {module: dict.fromkeys(names.split()) for module, names in _NAMES.items()}
+LATE["torch._dynamo"] = _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES}
+AFTER: list[Callable[[], None]] = []  # what to do when a module has been loaded
 
 
 class LateModule(ModuleType):
@@ -46,9 +66,27 @@ class LateModule(ModuleType):
             raise AttributeError(name)
         if name not in LATE[self.__name__]:
             return getattr(load(self), name)
-        # An exception, so that `except` takes it.
-        call = {"__new__": lambda _, *args, **named: getattr(load(self), name)(*args, **named)}
-        return LATE[self.__name__][name] or type(name, (Exception,), call)
+        return LATE[self.__name__][name] or LateName(name, (Exception,), {"__module__": self.__name__})
+
+
+class LateName(type):
+    """A class or function of a late module, which a use loads. It is an exception, so that `except` takes it."""
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        return cls.loaded()(*args, **named)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.loaded(), name)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return issubclass(type(instance), cls)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        """Before the module is loaded there is no other class of its kind."""
+        return not isinstance(sys.modules[cls.__module__], LateModule) and issubclass(other, cls.loaded())
+
+    def loaded(cls) -> Any:
+        return getattr(load(sys.modules[cls.__module__]), cls.__name__)
 
 
 def load(module: ModuleType | None) -> ModuleType | None:
@@ -57,8 +95,11 @@ def load(module: ModuleType | None) -> ModuleType | None:
         load(sys.modules.get(module.__name__.rpartition(".")[0]))
     if isinstance(module, LateModule):  # its package may have loaded it
         module.__class__ = ModuleType
+        LATE.update({name: {} for name in LATE if name.startswith(f"{module.__name__}.")})  # its code needs real names
         module.__spec__.loader = module.__loader__ = module.__spec__.loader_state
         module.__loader__.exec_module(module)
+        for call in AFTER:
+            call()
     return module
 
 
@@ -96,6 +137,7 @@ class _Finder(Loader):
             vars(module)["create_import_structure_from_path"] = cache(module.create_import_structure_from_path)
             names = module.fetch__all__  # it splits a whole file into lines, for the last that begins with __all__
             vars(module)["fetch__all__"] = lambda text: names(text[text.rfind("\n__all__") + 1 :])
+            vars(module)["direct_transformers_import"] = lambda _folder: sys.modules["transformers"]
 
 
 def lean_import(name: str) -> ModuleType:
@@ -103,9 +145,11 @@ def lean_import(name: str) -> ModuleType:
     if not has_cuda_device() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     gc.disable()
-    inspect.getframeinfo.__defaults__ = (0,)  # torch asks for the line of each operator; the text takes 0.2 s to find
+    # torch asks for the place and module of each operator: to find its text takes 0.2 s, and all modules' paths 0.05 s
+    get, inspect.getframeinfo.__defaults__ = inspect.getmodule, (0,)
+    inspect.getmodule = lambda of, *a: sys.modules.get(of.f_globals["__name__"]) if inspect.isframe(of) else get(of, *a)
     try:
         return import_module(name)
     finally:
-        inspect.getframeinfo.__defaults__ = (1,)
+        inspect.getmodule, inspect.getframeinfo.__defaults__ = get, (1,)
         gc.freeze(), gc.enable()

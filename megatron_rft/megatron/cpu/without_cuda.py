@@ -16,24 +16,11 @@ import types
 
 import torch
 
-# Modules that name the device; imported here so that none of them is first imported after `install`.
-USED = (
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "optimizer",
-    "distributed",
-    "distributed.finalize_model_grads",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "dist_checkpointing",
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.torch",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "transformer.moe.moe_layer",
-)
+from megatron_rft.utils import late_imports
+
+# They import all modules that name the device; imported here so that only late ones are first imported after `install`.
+USED = ("models.gpt.gpt_layer_specs", "optimizer", "distributed", "pipeline_parallel", "tensor_parallel")
+STRATEGIES = ("dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.fully_parallel")
 FACTORIES = ("empty", "empty_like", "zeros", "ones", "tensor")
 
 
@@ -70,10 +57,11 @@ def redirect() -> None:
     """Let megatron-core's modules compute on the CPU."""
     torch.Tensor.cuda, torch.Tensor.type = lambda tensor, *args, **kwargs: tensor, _type
     compiler, torch.compile = torch.compile, lambda function: function  # nothing is compiled on the CPU
-    for name in USED:
+    for name in (*USED, *STRATEGIES):
         importlib.import_module(f"megatron.core.{name}")
     torch.compile = compiler
     _redirect_torch()
+    late_imports.AFTER.append(_redirect_torch)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.get_cuda_rng_tracker(inference_rng_tracker=True)  # a tracker without states: fork() is a null context
     # activation recompute saves and restores these, and separately the CPU generator's state

@@ -10,22 +10,42 @@ TRAINING = """
 import json, sys, tempfile, warnings
 warnings.simplefilter("ignore")
 from megatron_rft.utils.late_imports import LATE, LateModule, lean_import
-for name in ("megatron_rft.training", "transformers.models.qwen3.modeling_qwen3"):
+for name in ("megatron_rft.training.online", "transformers.models.qwen3.modeling_qwen3"):
     lean_import(name)
+late = dict(LATE)  # a package that is loaded takes its modules' names out
 import inspect, torch, torch.distributed as dist
 
-assert inspect.getframeinfo.__defaults__ == (1,), "as it was before"
+assert inspect.getframeinfo.__defaults__ == (1,) and inspect.getmodule.__module__ == "inspect", "as before"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=1.0)
 weight.sum().backward()
 optimizer.step(), optimizer.zero_grad()
 print(json.dumps([name for name, module in sys.modules.items() if type(module) is LateModule]))
-assert not {"sympy", "tensorboard", "wandb.errors", "torch._dynamo.eval_frame", "torch._inductor"} & set(sys.modules)
+from megatron.core.utils import DTensor, to_local_if_dtensor
+assert not isinstance(weight, DTensor) and to_local_if_dtensor(weight) is weight and not issubclass(int, DTensor)
+unused = "sympy tensorboard wandb.errors torch._dynamo.eval_frame torch._inductor torch._export accelerate.state "
+assert not {*unused.split(), "torch.distributed.tensor._api", "torch.distributed.checkpoint.api"} & set(sys.modules)
 
 assert torch.compile(lambda x: x.sum() + 1, backend="eager")(torch.ones(2)) == 3
 optimizer.step(), optimizer.zero_grad()
-from torch.distributed.tensor import _collective_utils
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+split = DTensor.from_local(weight.detach(), mesh)
+from torch.distributed.tensor import _collective_utils, DTensor as real, Shard
+from megatron.core import utils
+assert utils.DTensor is DTensor is not real and isinstance(split, DTensor) and issubclass(real, DTensor)
+assert type(to_local_if_dtensor(split)) is torch.Tensor and not isinstance(weight, DTensor)
+assert isinstance(Shard(0), utils.Shard) and not isinstance(split.placements[0], utils.Shard)
+from megatron_rft.megatron import checkpoint
+for each in (checkpoint.filesystem_async, checkpoint.fully_parallel):
+    assert each.torch.empty(1, device="cuda").is_cpu, "redirected as modules are that were not late"
+assert issubclass(checkpoint.torch_checkpoint.CheckpointException, BaseException)
+from transformers.generation.utils import add_hook_to_module, AlignDevicesHook
+assert hasattr(add_hook_to_module(torch.nn.Linear(1, 1), AlignDevicesHook()), "_hf_hook")
+from transformers.distributed.mixin import _validate_parallel_plan_styles
+_validate_parallel_plan_styles({})
+from megatron.core.distributed import FullyShardedDataParallel
+assert not isinstance(weight, FullyShardedDataParallel)
 assert _collective_utils.guard_or_false(weight.shape[0] == 2)
 from transformers import masking_utils
 with masking_utils.TransformGetItemToIndex():
@@ -37,7 +57,9 @@ from megatron.core.inference import unified_memory
 assert issubclass(unified_memory.UnifiedMemoryCompileTimeoutError, unified_memory.UnifiedMemoryUnsupportedError)
 import wandb
 assert issubclass(wandb.errors.CommError, wandb.Error)
-assert all(hasattr(sys.modules[name], each) for name, names in LATE.items() for each in names)
+for name in late:
+    assert not hasattr(sys.modules[name], "a_name_that_it_lacks"), "another name loads it"
+assert all(hasattr(sys.modules[name], each) for name, names in late.items() for each in names)
 print([name for name, module in sys.modules.items() if type(module) is LateModule])
 """
 
