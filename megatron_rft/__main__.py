@@ -7,9 +7,9 @@ import sys
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Ctrl-C during its import prints no traceback either."""
     try:
-        from megatron_rft.commands import main as cli
+        from megatron_rft.utils.late_imports import lean_import
 
-        return cli.main(arguments)
+        return lean_import("megatron_rft.commands.main").main(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -5,7 +5,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -46,7 +46,7 @@ class PromptFormat:
     image_pixels: tuple[int | None, int | None] = (None, None)  # the least and most of an image; None: the processor's
     adapted: bool = False  # the rows are an adapter's: they may have a history, or be unusable
 
-    @property
+    @cached_property
     def template(self) -> str | None:
         return TEMPLATES.get(self.prompt_template, self.prompt_template)
 

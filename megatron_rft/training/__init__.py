@@ -1,11 +1,11 @@
 """Training. Every rank of a run calls `train` with a checked recipe."""
 
 from functools import partial
-from importlib import import_module
 
 from megatron_rft.config import Recipe
 from megatron_rft.megatron import parallel
 from megatron_rft.training.run_folder import claim_folder
+from megatron_rft.utils.late_imports import lean_import
 
 
 def train(recipe: Recipe) -> int:
@@ -16,7 +16,7 @@ def train(recipe: Recipe) -> int:
         RunFailed: the run cannot go on.
     """
     name = "online" if recipe.trainer == "rl" else recipe.trainer
-    module = import_module(f"megatron_rft.training.{name}")  # stores of trajectories need pyarrow, the others do not
+    module = lean_import(f"megatron_rft.training.{name}")  # stores of trajectories need pyarrow, the others do not
     if recipe.trainer == "generate":  # its workers form no process group
         return module.run(recipe)
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)

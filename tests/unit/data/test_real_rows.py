@@ -46,7 +46,7 @@ class Letters:
     chat_template, added_tokens_decoder = None, {}
     eos_token_id = 0
 
-    def __call__(self, texts, add_special_tokens=True):
+    def __call__(self, texts, add_special_tokens=True, return_attention_mask=True):
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 

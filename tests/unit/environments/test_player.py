@@ -32,8 +32,8 @@ class Letters:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(62 + i) for i in ids if i != 2)
 
-    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        assert not add_special_tokens
+    def __call__(self, texts: list[str], **asked: bool) -> dict[str, list[list[int]]]:
+        assert not asked["add_special_tokens"]
         return {"input_ids": [[ord(c) - 62 for c in text] for text in texts]}
 
 
