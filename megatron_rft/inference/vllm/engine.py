@@ -21,17 +21,8 @@ from transformers import PreTrainedConfig
 
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.families.towers import TOWER, never_sampled
+from megatron_rft.inference import engine
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
-from megatron_rft.inference.engine import (
-    Engine,
-    EngineBuild,
-    EngineOptions,
-    Group,
-    Request,
-    Sampling,
-    WeightValidator,
-    check_requests,
-)
 from megatron_rft.inference.vllm import arguments, cpu_patches
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
@@ -46,11 +37,11 @@ PARTS = ("weights", "kv_cache")  # vLLM's names of what sleeps
 STEPPING = Lock()  # only one engine of this process runs a step at a time
 
 
-def builder(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions) -> EngineBuild:
+def builder(config: PreTrainedConfig, dtype: torch.dtype, options: engine.EngineOptions) -> engine.EngineBuild:
     return partial(VLLMEngine, config, dtype, **vars(options))
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(engine.Engine):
     """`options`: further engine arguments of vLLM; with `tensor_parallel_size` n, n ranks form the engine. `sleeps`:
     vLLM allows that for only one engine of a process. The other arguments are those of `EngineOptions`."""
 
@@ -78,7 +69,7 @@ class VLLMEngine(Engine):
         self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
-        self.validator = WeightValidator(hf_shapes(config), config.model_type)
+        self.validator = engine.WeightValidator(hf_shapes(config), config.model_type)
         cpu_patches.prepare()
         from megatron_rft.inference.vllm import draft_models, images, weights
 
@@ -136,7 +127,7 @@ class VLLMEngine(Engine):
 
     # --- generation
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+    def generate(self, requests: list[engine.Request], sampling: engine.Sampling) -> Iterator[engine.Group]:
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
         assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
@@ -156,7 +147,7 @@ class VLLMEngine(Engine):
                     id, sample = map(int, output.request_id.split("/"))
                     self.answers[id][sample] = self._response(output.outputs[0])
                     if None not in self.answers[id]:
-                        group = Group(id, tuple(self.answers.pop(id)))
+                        group = engine.Group(id, tuple(self.answers.pop(id)))
                         if self._is_first_rank():
                             yield group
         finally:  # abort the requests of an abandoned iterator
@@ -165,11 +156,11 @@ class VLLMEngine(Engine):
             if left and self.llm is not None:
                 self.llm.abort_request(left)
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[engine.Request]) -> None:
         from megatron_rft.inference.vllm import images
 
         room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
-        check_requests(requests, self.sampling, self.max_model_len, room, self.config.vocab_size)
+        engine.check_requests(requests, self.sampling, self.max_model_len, room, self.config.vocab_size)
         self.answers |= {request.id: [None] * request.n for request in requests}
         for request in requests:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
@@ -199,7 +190,7 @@ class VLLMEngine(Engine):
         with STEPPING, torch.random.fork_rng(devices=[]), torch.accelerator.device_index(self.device.index):
             return self.llm.step()
 
-    def _add(self, request: Request, sample: int, prompt: Any) -> None:
+    def _add(self, request: engine.Request, sample: int, prompt: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
