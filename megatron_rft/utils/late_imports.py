@@ -25,33 +25,36 @@ def _same(function: Any = None, *args: Any, **options: Any) -> Any:
 _CACHES = SimpleNamespace(clear_lru_cache=lambda: None, get_legacy_mod_inlinelist=SimpleNamespace(cache_clear=int))
 _COMPILER = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _same)
 READ_TWICE = "transformers.utils.import_utils"
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _NAMES = {
     "accelerate": "PartialState dispatch_model",
     "accelerate.hooks": "AlignDevicesHook add_hook_to_module",
     "accelerate.utils": "extract_model_from_parallel get_balanced_memory get_max_memory infer_auto_device_map reduce",
     "accelerate.utils.modeling": "clean_device_map get_max_layer_size",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": "",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel": "",
-    "megatron.core.dist_checkpointing.strategies.torch": "",
+    "huggingface_hub.hf_api": "HfApi RepoFile get_repo_discussions upload_file",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "FullyShardedDataParallel",
     "megatron.core.inference.unified_memory": "UnifiedMemoryUnsupportedError create_unified_mempool",
+    "megatron.core.inference_params": "InferenceParams",
     "megatron.core.transformer.fsdp_dtensor_checkpoint": "get_global_unique_param_name handle_experts_in_state_dict",
     "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
     "torch.distributed._composable.fsdp": "fully_shard",
     "torch.distributed._tensor": "DTensor distribute_tensor",
-    "torch.distributed.checkpoint": "",
     "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy fully_shard",
     "torch.distributed.tensor": "DTensor",
     "torch.distributed.tensor.placement_types": "Shard",
-    "torch.export": "",
-    "torch.utils.cpp_extension": "",
+    "torch.distributions": "constraints",
     "torch.utils.tensorboard": "SummaryWriter",
     "transformers.distributed.sharding_utils": "DtensorShardOperation _dtensor_from_local_like",
     "transformers.distributed.tensor_parallel": "_get_parameter_plan _validate_parallel_plan_styles verify_tp_plan "
     "apply_expert_parallelism apply_tensor_parallelism gather_state_dict_for_save replace_layer_number_by_wildcard "
     "resolve_parallel_plans",
-    "wandb": "",
-}
+    "transformers.modeling_gguf_pytorch_utils": "load_gguf_checkpoint",
+} | dict.fromkeys(
+    f"{_STRATEGIES}.filesystem_async {_STRATEGIES}.fully_parallel {_STRATEGIES}.torch torch.distributed.checkpoint "
+    "torch.export torch.nn.intrinsic torch.nn.qat torch.nn.quantizable torch.nn.quantized torch.quantization "
+    "torch.utils.cpp_extension torch.utils.data wandb".split(),
+    "",
+)
 # Module -> what its names are before it is loaded; None: a `LateName`. Other names load it at once.
 LATE: dict[str, dict[str, Any]] = {module: dict.fromkeys(names.split()) for module, names in _NAMES.items()}
 LATE["torch._dynamo"] = _COMPILER | {"graph_break": lambda: None, "trace_rules": _CACHES}
