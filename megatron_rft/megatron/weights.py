@@ -66,6 +66,7 @@ class Outgoing(NamedTuple):
     expert_group: dist.ProcessGroup | None  # of the expert-parallel ranks, if it is an expert's
     name: str
     shape: torch.Size  # of a rank's shard
+    shards: int | None  # that are joined: 1 if every rank of `shard_group` has it whole, None if all have a part
     # The whole parameter and, if it is an expert's, those of the other expert-parallel ranks: its name, its HF tensors'
     # names, and the number of an expert that is a slice of them.
     wholes: list[tuple[str, list[str], int | None]]
@@ -92,9 +93,8 @@ class WeightStream:
             sizes = [part.shape.numel() for part in batch]
             ranks = [[flat.split(sizes) for flat in shards] for shards in self._gathered(batch, sum(sizes))]
             for i, part in enumerate(batch):
-                count = 1 if partition_dim(part.name) is None else None
                 for (name, hf_names, expert), shards in zip(part.wholes, ranks, strict=True):
-                    whole = unshard(name, [s[i].view(part.shape) for s in shards[:count]], mapping.vocab_size)
+                    whole = unshard(name, [s[i].view(part.shape) for s in shards[: part.shards]], mapping.vocab_size)
                     named = zip(hf_names, mapping.split(name, whole), strict=True)
                     yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
 
@@ -179,13 +179,14 @@ def _list_parts(mine: dict[str, Tensor], mapping: Mapping, merged: torch.dtype |
 
 
 def _outgoing(mapping: Mapping, stage: int, name: str, shape: torch.Size, dtype: torch.dtype) -> Outgoing:
+    what = name, shape, 1 if partition_dim(name) is None else None
     if expert_of(name) is None:
         wholes = [(name, mapping.hf_names(name), None)]
-        return Outgoing(stage, dtype, parallel.tp_group(), None, name, shape, wholes)
+        return Outgoing(stage, dtype, parallel.tp_group(), None, *what, wholes)
     layer, step = LAYER.fullmatch(name)[1], mapping.experts // parallel.ep_size()
     names = [_renumbered(name, layer, (rank - parallel.ep_rank()) * step) for rank in range(parallel.ep_size())]
     wholes = [(each, mapping.hf_names(each), mapping.stacked_expert(each)) for each in names]
-    return Outgoing(stage, dtype, parallel.etp_group(), parallel.ep_group(), name, shape, wholes)
+    return Outgoing(stage, dtype, parallel.etp_group(), parallel.ep_group(), *what, wholes)
 
 
 def _joined(parts: list[Outgoing]) -> list[list[Outgoing]]:

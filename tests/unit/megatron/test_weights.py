@@ -89,7 +89,7 @@ def test_small_parameters_of_the_same_ranks_are_gathered_together(monkeypatch):
     kinds = [(0, torch.uint8, 4), (0, torch.uint8, 4), (0, torch.uint8, 1), (0, torch.uint8, 9), (0, torch.uint8, 1)]
     kinds += [(1, torch.uint8, 1), (1, torch.float16, 3), (1, torch.float16, 2)]
     parts = [
-        weights.Outgoing(stage, dtype, None, None, str(i), torch.Size([size]), [])
+        weights.Outgoing(stage, dtype, None, None, str(i), torch.Size([size]), None, [])
         for i, (stage, dtype, size) in enumerate(kinds)
     ]
     assert [len(batch) for batch in weights._joined(parts)] == [1] * 8  # a single rank sends nothing
