@@ -35,7 +35,7 @@ WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS}
 NO_SOLUTION = re.compile("no (?:real )?solutions?(?: exists?)?")
 WORDS |= dict.fromkeys(("dne", "limit does not exist"), ("text", "does not exist"))
 MOST = 1000  # attempts to read some tokens in one way
-DIGITS = set("0123456789.")
+DIGITS, AFTER = set("0123456789."), Token("", True)
 
 
 @lru_cache(4096)
@@ -68,14 +68,14 @@ class Reader:
     """Recursive descent. `attempt` goes back where a way to read fails."""
 
     def __init__(self, found: list[Token]):
-        self.tokens, self.place, self.bars, self.attempts = found, 0, 0, 0
+        self.tokens, self.place, self.bars, self.attempts = found + 2 * [AFTER], 0, 0, 0  # `ahead` looks two ahead
 
     @property
     def next(self) -> str:
-        return self.ahead(0)
+        return self.tokens[self.place].text
 
     def ahead(self, count: int) -> str:
-        return self.tokens[self.place + count].text if self.place + count < len(self.tokens) else ""
+        return self.tokens[self.place + count].text
 
     def take(self, *wanted: str) -> str:
         if not self.next or (wanted and self.next not in wanted):
@@ -167,7 +167,8 @@ class Reader:
     def chain(self) -> Tree:
         """a, a = b = c, a < b \\le c; inequalities for one name become intervals."""
         around = self.next == "(" and self.ahead(2) == r"\in" and self.take()
-        members, signs = [self.attempt(self.defined) or self.joined()], []
+        defined = self.ahead(1) in ("(", "^") and self.attempt(self.defined)
+        members, signs = [defined or self.joined()], []
         while self.next in RELATIONS:
             signs.append(self.take())
             members.append(self.joined())
@@ -348,7 +349,7 @@ class Reader:
     def number(self, token: str) -> Tree:
         """Read a number, a mixed number, a repeating decimal or one with its multiplier."""
         digits, _, exponent = token.replace(",", "").lower().partition("e")
-        value, decimals = Fraction(digits) * Fraction(10) ** int(exponent or 0), len(digits.partition(".")[2])
+        value, decimals = Fraction(f"{digits}e{exponent or 0}"), len(digits.partition(".")[2])
         if "." in digits and self.has(r"\overline", r"\bar"):  # 0.1\overline{6} is 1/10 + 6/90
             _, again, _ = self.take("{"), self.take(), self.take("}")
             return ("n", Numeral(value + Fraction(int(again), 10**decimals * (10 ** len(again) - 1))))
