@@ -10,11 +10,11 @@ from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.base import Reward, verdict
 from megatron_rft.rewards.choice import option
-from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
-from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral
+from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, is_quantity, members, parameters, same
+from megatron_rft.rewards.equivalence.disguise import disguised
 from megatron_rft.rewards.equivalence.reader import SEPARATORS, read
 from megatron_rft.rewards.equivalence.tokens import tokens
-from megatron_rft.rewards.equivalence.trees import time_limit, value, value_of
+from megatron_rft.rewards.equivalence.trees import DEGREE, is_number, is_numeral, nodes, time_limit, value, value_of
 
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
 LONGEST_QUESTION = 8000  # last characters of a problem that are read
@@ -83,7 +83,8 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
         raise ValueError("the reference answer is empty")
     if WHOLE.fullmatch(reference) and WHOLE.fullmatch(answer):  # nothing to read: most answers are such
         return int(reference) == int(answer)
-    (ours, coin), (theirs, other) = map(texts, (reference, answer))
+    (ours, coin), (theirs, other) = tokens(reference), tokens(answer)
+    ours, theirs = ([token.text for token in each] for each in (ours, theirs))
     if ours == theirs and ours and (coin == other or not coin or not other):
         return True
     letter = "".join(ours).strip("()")
@@ -95,14 +96,10 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
         one, other = (" ".join(each).lower().replace('"', "") for each in (ours, theirs))
         return one == other
     wanted, got = parameters(*trees)
+    if is_number(wanted) and DEGREE not in nodes(wanted) and not all(map(is_quantity, members(value_of(got)))):
+        return False  # a formula would be one in disguise, whatever its value
     right = same(wanted, got, bool(ASKS_PERCENT.search(question)))
     return right and not disguised(wanted, counted(wanted, got), question)
-
-
-def texts(answer: str) -> tuple[list[str], str]:
-    """The texts of an answer's tokens, and its currency."""
-    found, currency = tokens(answer)
-    return [each.text for each in found], currency
 
 
 def vote(answer: str) -> str:

@@ -24,15 +24,18 @@ def counted(wanted: Tree, got: Tree) -> Tree:
     if wanted[0] == "=" or got[0] != "=":
         return got
     before, last = got[-2:]
-    return before if not same(wanted, last) and _rounds(before, last, got[1][-1]) else last
+    return before if _rounds(before, last, got[1][-1]) and not same(wanted, last) else last
 
 
 def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
     """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
     if wanted == got or "text" in (wanted[0], got[0]):
         return wanted == got or (got[0] == "n" and wanted[1] == f"number {got[1]}")  # 5 for the fifth
-    of_lists = (_lists,) if {wanted[0], got[0]} & LISTS else ()
-    for rule in (_chains, _units, *((_percentages,) if percent else ()), *of_lists, _ordered):
+    if wanted[0] == got[0] == "n":
+        ours, theirs = (100 ** each[1].percent for each in (wanted, got))
+        share = percent and ours != theirs and wanted[1] * ours == got[1] * theirs  # 50 and 50%
+        return share or trees.equal(wanted, got)
+    for rule in (_chains, _units, *((_lists,) if {wanted[0], got[0]} & LISTS else ()), _ordered):
         if (verdict := rule(wanted, got, percent)) is not None:
             return verdict
     return trees.equal(wanted, got)
@@ -72,8 +75,8 @@ def _contradicts(chain: Tree) -> bool:
 
 def _rounds(exact: Tree, written: Tree, signs: str) -> bool:
     """Whether a number rounds what stands before it in a chain."""
-    value = trees.value(exact)
-    if written[0] != "n" or not (written[1].places or "~" in signs) or value is None or value != value.real:
+    value = trees.value(exact) if written[0] == "n" and (written[1].places or "~" in signs) else None
+    if value is None or value != value.real:
         return False
     difference = abs(trees.number(value) - trees.number(written[1]))
     return bool(difference <= trees.number(Numeral(501, 1000)) / 10 ** (written[1].places or 0))
@@ -119,11 +122,9 @@ def measured(tree: Tree) -> Tree:
     return ("unit", numbers[0], "*".join(f"{base[1]}^{count[1]}" for base, count in powers))
 
 
-def _percentages(wanted: Tree, got: Tree, percent: bool) -> bool | None:
-    if not wanted[0] == got[0] == "n":
-        return None
-    ours, theirs = (each[1].percent for each in (wanted, got))
-    return (ours != theirs and wanted[1] * 100**ours == got[1] * 100**theirs) or None
+def is_quantity(tree: Tree) -> bool:
+    """A numeral, also with a unit or as the last member of a chain."""
+    return trees.is_numeral(value_of(measured(value_of(tree))))
 
 
 def members(tree: Tree) -> list[Tree]:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from megatron_rft.rewards.equivalence import trees
 from megatron_rft.rewards.equivalence.compare import measured, members, same
 from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, is_name, read
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, ratio, value_of
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, Tree, is_number, is_numeral, nodes, ratio, value_of
 
 # Between dollar signs of TeX: "$204 + $160" are amounts.
 MATHS = re.compile(
@@ -176,24 +176,3 @@ def _functions(tree: Tree) -> set[str]:
     found = {each[1] for each in nodes(tree) if each[0] == "f"}
     found |= {"root" for each in nodes(tree) if is_root(each) and trees.symbols(each[1])}
     return {next((min(kin) for kin in (TRIGONOMETRY, LOGARITHMS, ROOTS) if each in kin), each) for each in found}
-
-
-def is_number(tree: Tree) -> bool:
-    """17, -3.5, 2/3, 6 2/3, 3 * 10^8, with or without degrees."""
-    factors = [each for each in (tree[1:] if tree[0] == "*" else (tree,)) if each not in (MINUS, DEGREE)]
-    scales = [each for each in factors if each[0] != "n"]
-    powers = all(each[0] == "^" and each[1][0] == each[2][0] == "n" for each in scales)
-    plain = powers and all(each[2] == MINUS or each[1][1] == 10 for each in scales)
-    return bool(factors) and len(factors) - len(scales) < 2 and len(scales) < 2 and plain
-
-
-def is_numeral(tree: Tree) -> bool:
-    """A number; 2^10, (1/2)^3, 5!, C(5, 2), also plus or minus 1."""
-    if tree[0] in ("+", "*") and len(tree) == 3 and {ONE, MINUS} & set(tree):
-        inner = next((each for each in tree[1:] if each not in (ONE, MINUS)), ONE)
-        return is_numeral(inner) and (tree[0] == "*" or (inner[0] in ("^", "f") and ratio(inner) is None))
-    if tree[0] == "^" and trees.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
-        return True
-    if tree[0] == "f" and tree[1] in ("!", "binom", "inverse"):
-        return all(trees.is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
-    return is_number(tree)

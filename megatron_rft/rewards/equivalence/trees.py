@@ -186,6 +186,27 @@ def is_whole(tree: Tree) -> bool:
     return tree[0] == "n" and tree[1].denominator == 1
 
 
+def is_number(tree: Tree) -> bool:
+    """17, -3.5, 2/3, 6 2/3, 3 * 10^8, with or without degrees."""
+    factors = [each for each in (tree[1:] if tree[0] == "*" else (tree,)) if each not in (MINUS, DEGREE)]
+    scales = [each for each in factors if each[0] != "n"]
+    powers = all(each[0] == "^" and each[1][0] == each[2][0] == "n" for each in scales)
+    plain = powers and all(each[2] == MINUS or each[1][1] == 10 for each in scales)
+    return bool(factors) and len(factors) - len(scales) < 2 and len(scales) < 2 and plain
+
+
+def is_numeral(tree: Tree) -> bool:
+    """A number; 2^10, (1/2)^3, 5!, C(5, 2), also plus or minus 1."""
+    if tree[0] in ("+", "*") and len(tree) == 3 and {ONE, MINUS} & set(tree):
+        inner = next((each for each in tree[1:] if each not in (ONE, MINUS)), ONE)
+        return is_numeral(inner) and (tree[0] == "*" or (inner[0] in ("^", "f") and ratio(inner) is None))
+    if tree[0] == "^" and is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
+        return True
+    if tree[0] == "f" and tree[1] in ("!", "binom", "inverse"):
+        return all(is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
+    return is_number(tree)
+
+
 def _value(tree: Tree, point: dict[str, Any]) -> Any:
     within_limit()
     kind = tree[0]

@@ -4,8 +4,7 @@ import pytest
 
 from megatron_rft.responses import Prompt
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.equivalence.disguise import is_numeral
-from megatron_rft.rewards.equivalence.trees import MINUS, ONE
+from megatron_rft.rewards.equivalence.trees import MINUS, ONE, is_numeral
 from megatron_rft.rewards.math import MathReward, judge, vote
 
 
