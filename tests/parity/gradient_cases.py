@@ -56,10 +56,12 @@ SHAPE = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
-def model_config(mixture: bool = False) -> Qwen3Config | Qwen3MoeConfig:
+def model_config(mixture: bool = False, deep: bool = False) -> Qwen3Config | Qwen3MoeConfig:
+    """Of two layers, or `deep`, of four, which virtual stages need."""
+    shape = SHAPE if deep else SHAPE | {"num_hidden_layers": 2}
     if mixture:
-        return Qwen3MoeConfig(**SHAPE, **EXPERTS, architectures=["Qwen3MoeForCausalLM"])
-    return Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"])
+        return Qwen3MoeConfig(**shape, **EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+    return Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"])
 
 
 def mini_batch(starved: bool = False, masked: bool = False) -> Batch:
@@ -172,13 +174,13 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         pack_sequences=not case.get("padded"),
         share_prompts="auto" if case.get("shared", 1) else "off",
     )
-    actors = {}
+    actors, config = {}, model_config(bool(case.get("moe")), bool(case.get("deep")))
     for model in ("actor", "critic"):
         options = {"optimizer": OPTIMIZER, "temperature": 0.8, "value_head": model == "critic"}
-        actors[model] = Actor(model_config(bool(case.get("moe"))), megatron, batching, "fp32", **options)
+        actors[model] = Actor(config, megatron, batching, "fp32", **options)
         actors[model].load(with_value_head(weights.random_tensors(actors[model].hf_config, seed=3)))
     shared = actors["actor"], megatron, "fp32"
-    wide, narrow = (str(teacher_folder(bool(case.get("moe")), width)) for width in (48, 32))
+    wide, narrow = (str(teacher_folder(config, width)) for width in (48, 32))
     actors["teacher"] = Teachers(Teaching(teacher=wide), {}, *shared)
     both = Teaching(teacher={"wide": wide, "narrow": narrow})
     actors["two teachers"] = Teachers(both, {0: "narrow", 1: "wide", 2: "narrow"}, *shared)
@@ -336,11 +338,11 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
     )
 
 
-def teacher_folder(mixture: bool, width: int) -> Path:
+def teacher_folder(student: Qwen3Config | Qwen3MoeConfig, width: int) -> Path:
     """A teacher of another width and a larger vocabulary; the first run writes it."""
-    folder = Path(f"{sys.argv[1]}.teacher{width}{int(mixture)}")
+    folder = Path(f"{sys.argv[1]}.teacher{width}.{student.model_type}{student.num_hidden_layers}")
     if not folder.exists():
-        config = copy.deepcopy(model_config(mixture))
+        config = copy.deepcopy(student)
         config.hidden_size, config.intermediate_size, config.vocab_size = width, 80, 112
         config.tie_word_embeddings = False
         lookup = weights.random_tensors(config, seed=6)
@@ -367,7 +369,7 @@ def main() -> None:
     for text in cases:
         case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
         found, logged, left_out = gradients(case)
-        reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}.{case.get('masked', 0)}")
+        reference = Path(".".join([path, *(str(case.get(kind, 0)) for kind in ("starved", "moe", "masked", "deep"))]))
         if "write" in case:
             torch.save((found, logged), reference)
         if dist.is_initialized() and dist.get_rank():

@@ -33,6 +33,7 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "write=1,shared=0,moe=1",
         "moe=1",
         "write=1,shared=0,moe=1,masked=1",
+        "write=1,shared=0,deep=1",
     ],
     2: [
         "dp=2",
@@ -45,12 +46,18 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "tp=2",
         "tp=2,sp=1,budget=60,padded=1",
         "pp=2",
-        "pp=2,vpp=2,budget=50",
+        "pp=2,deep=1",
+        "pp=2,vpp=2,budget=50,deep=1",
         "cp=2,padded=1",
         "moe=1,ep=2",
         "moe=1,ep=2,budget=50,masked=1",
     ],
-    4: ["tp=2,pp=2,sp=1,skip=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60,masked=1", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
+    4: [
+        "tp=2,pp=2,sp=1,skip=1",
+        "cp=2,tp=2,sp=1",
+        "pp=2,cp=2,budget=60,masked=1",
+        "tp=2,pp=2,vpp=2,sp=1,budget=60,deep=1",
+    ],
 }
 
 
@@ -84,5 +91,5 @@ def test_gradient_does_not_depend_on_the_layout(results, case):
     for loss, found in results[case].items():
         assert found["gradient"] < 1e-5 and found["metrics"] < 1e-5, (loss, found)
         if loss != "outputs":
-            tensors = (86 if "moe" in case else 46) + (loss == "ppo value")
+            tensors = 2 + (4 if "deep" in case else 2) * (21 if "moe" in case else 11) + (loss == "ppo value")
             assert found["tensors"] == tensors and (found["size"] or "starved" in case), (loss, found)
