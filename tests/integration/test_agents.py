@@ -135,16 +135,35 @@ def best_of(world: type[number_game.Guess], policies: Iterable[dict[str, str]]) 
     return max(sum(found(policy, number) for number in range(7)) / 7 for policy in policies)
 
 
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the output of two fifths of the number game's 200 steps, from random weights."""
+    folder = tmp_path_factory.mktemp("learned")
+    make_numbers.main(folder)
+    options = [f"data.{part}={folder}/numbers.jsonl" for part in ("train", "test")]
+    options += [f"model.path={folder}/model", f"run.output_dir={folder}/run", "run.steps=80"]
+    status, output = train(ROOT / "examples/agents/number_game.yaml", *options)
+    assert status == 0, output[-3000:]
+    return folder, output
+
+
 @pytest.mark.slow
-def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(tmp_path):
+def test_the_number_game_is_learned_by_reading_the_answers(learned):
+    """Who does not read them finds three of seven."""
+    blind = [dict(zip(("", "?", "??"), guesses, strict=True)) for guesses in permutations("0123456", 3)]
+    bisects = {"": "3", "<": "1", ">": "5", "<<": "0", "<>": "2", "><": "4", ">>": "6"}
+    assert best_of(number_game.Silent, blind) == 3 / 7 and best_of(number_game.Guess, [bisects]) == 1
+    after = float(re.search(r"pass@1 [\d.]+ ± [\d.]+ -> ([\d.]+)", learned[1])[1])
+    assert after >= 0.55, learned[1][-2000:]
+
+
+@pytest.mark.slow
+def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(learned, tmp_path):
     """The number game as an environment and as a program, bit for bit."""
     pytest.importorskip("aiohttp")
-    make_numbers.main(tmp_path)
-    options = [f"data.train={tmp_path}/numbers.jsonl", "data.test=null"]
-    before = [f"model.path={tmp_path}/model", f"run.output_dir={tmp_path}/before", "run.steps=25"]
-    status, output = train(ROOT / "examples/agents/number_game.yaml", *options, *before)
-    assert status == 0, output[-3000:]
-    options += [f"model.path={tmp_path}/before/export", "model.initialise=pretrained", "run.steps=2"]
+    folder, _ = learned
+    options = [f"data.train={folder}/numbers.jsonl", "data.test=null"]
+    options += [f"model.path={folder}/run/export", "model.initialise=pretrained", "run.steps=2"]
     options += ["rollout.prompts_per_step=4", "rollout.group_size=8"]
     runs = []
     for name in ("number_game", "number_program"):
@@ -156,21 +175,6 @@ def test_a_program_with_plain_chat_requests_ends_with_the_same_weights(tmp_path)
         runs.append((lines, (folder / "export/model.safetensors").read_bytes()))
     assert runs[0] == runs[1]
     assert all(reward > 0 and turns > 1 for reward, turns in runs[0][0]), runs[0][0]
-
-
-@pytest.mark.slow
-def test_the_number_game_is_learned_by_reading_the_answers(tmp_path):
-    """Two fifths of the example's 200 steps, from random weights. Who does not read them finds three of seven."""
-    blind = [dict(zip(("", "?", "??"), guesses, strict=True)) for guesses in permutations("0123456", 3)]
-    bisects = {"": "3", "<": "1", ">": "5", "<<": "0", "<>": "2", "><": "4", ">>": "6"}
-    assert best_of(number_game.Silent, blind) == 3 / 7 and best_of(number_game.Guess, [bisects]) == 1
-    make_numbers.main(tmp_path)
-    options = [f"data.{part}={tmp_path}/numbers.jsonl" for part in ("train", "test")]
-    options += [f"model.path={tmp_path}/model", f"run.output_dir={tmp_path}/run", "run.steps=80"]
-    status, output = train(ROOT / "examples/agents/number_game.yaml", *options)
-    assert status == 0, output[-3000:]
-    after = float(re.search(r"pass@1 [\d.]+ ± [\d.]+ -> ([\d.]+)", output)[1])
-    assert after >= 0.55, output[-2000:]
 
 
 @pytest.mark.slow
