@@ -8,7 +8,7 @@ the hf engine, and traces step 5 in all threads. Every function of the package t
 The window of PIPO is 2, so that the step verifies. --list prints the files with their lines.
 
 The model is random: it answers noise, such as 8*C48!3465, which the grader reads as a formula. --warm starts from a
-warm start of a minute on demonstrations, as the quickstart does: most answers are then plain numbers.
+warm start of half a minute on demonstrations, as the quickstart does: most answers are then plain numbers.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SMALL = OFF | {
     "rollout.engine": "hf",
     "pipo.window": 2,
 }
-WARM = OFF | {"run.epochs": "null", "run.steps": 150, "algorithm.batch_sequences": 32, "optimizer.lr": 3e-3}
+WARM = OFF | {"run.epochs": "null", "run.steps": 75, "algorithm.batch_sequences": 32, "optimizer.lr": 3e-3}
 Code = tuple[str, int, str]  # file, first line, name of a function
 
 
