@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_rft.megatron.cpu.layers import Normalise, SplitAttention, span
+from megatron_rft.megatron.cpu.layers import Normalise, SplitAttention, rows, span
 from megatron_rft.megatron.packing import SharedPrompts, zigzag
 from megatron_rft.records import segment_ids, send
 
@@ -216,11 +216,9 @@ class TorchAttention(MegatronModule):
         if len(cells) == 1 and cells[0].numel() == len(q):  # all of one length: nothing to gather
             parts = (x.unflatten(0, cells[0].shape).transpose(1, 2) for x in (q, k, v))
             return self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1)
-        outs = []
-        for index in cells:
-            parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in (q, k, v))
-            outs.append(self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1))  # [n * longest, heads * d]
-        return torch.cat(outs).index_select(0, place)
+        v = v.contiguous() if v.is_cpu else v  # a part of each token, of which a CPU takes rows slowly
+        outs = [self.attend(*(rows(x, index) for x in (q, k, v))) for index in cells]
+        return torch.cat([out.transpose(1, 2).flatten(0, 1).flatten(1) for out in outs]).index_select(0, place)
 
     def attend_shared(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts) -> Tensor:
         """[T, heads, d] -> [T, heads * d]"""

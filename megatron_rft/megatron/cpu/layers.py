@@ -109,7 +109,8 @@ class SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cells: Cells, places: Tensor, groups, scale: float | None):
-        parts = [flash(*(_rows(x, index) for x in (q, k, v)), 0.0, True, scale=scale) for index in cells]
+        given = q, k, v.contiguous()  # values are a part of each token, of which torch takes rows slowly
+        parts = [flash(*(rows(x, index) for x in given), 0.0, True, scale=scale) for index in cells]
         out = torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in parts]).index_select(0, places)
         total = torch.cat([total.transpose(1, 2).flatten(0, 1) for _, total in parts]).index_select(0, places)
         for start, middle, end in groups:
@@ -149,13 +150,13 @@ def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
     q, k, v, out, total = ctx.saved_tensors
     real = torch.zeros(sum(index.numel() for index in ctx.cells), dtype=torch.bool)
     real[ctx.places] = True
-    gradients, offset = [], 0
+    given, gradients, offset = (q, k, v.contiguous(), out), [], 0
     for index in ctx.cells:
         padding = ~real[offset : offset + index.numel()].view(index.shape)
         offset += index.numel()
-        wanted = _rows(grad, index).masked_fill(padding[:, None, :, None], 0)
+        wanted = rows(grad, index).masked_fill(padding[:, None, :, None], 0)
         sums = total.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-        parts = [_rows(x, index) for x in (q, k, v, out)]
+        parts = [rows(x, index) for x in given]
         gradients.append(_flash_backward(wanted, *parts, sums, True, ctx.scale))
     return [
         torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).index_select(0, ctx.places)
@@ -163,7 +164,7 @@ def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
     ]
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
+def rows(x: Tensor, index: Tensor) -> Tensor:
     """[T, heads, d] and [n, longest] -> [n, heads, longest, d]"""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
