@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module, metadata
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace, new_class
 from typing import Any
 
 from megatron_rft.utils.device import has_cuda_device
@@ -74,6 +74,12 @@ class LateModule(ModuleType):
 
 class LateName(type):
     """A class or function of a late module, which a use loads. It is an exception, so that `except` takes it."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if bases != (Exception,):  # a subclass is one of the loaded class
+            bases = tuple(base.loaded() if isinstance(base, LateName) else base for base in bases)
+            return new_class(name, bases, exec_body=lambda body: body.update(namespace))
+        return super().__new__(cls, name, bases, namespace)
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         return cls.loaded()(*args, **named)
@@ -150,7 +156,7 @@ def lean_import(name: str) -> ModuleType:
     gc.disable()
     # torch asks for the place and module of each operator: to find its text takes 0.2 s, and all modules' paths 0.05 s
     get, inspect.getframeinfo.__defaults__ = inspect.getmodule, (0,)
-    inspect.getmodule = lambda of, *a: sys.modules.get(of.f_globals["__name__"]) if inspect.isframe(of) else get(of, *a)
+    inspect.getmodule = lambda x, *a: sys.modules.get(x.f_globals.get("__name__")) if inspect.isframe(x) else get(x, *a)
     try:
         return import_module(name)
     finally:

@@ -51,7 +51,11 @@ from transformers import masking_utils
 with masking_utils.TransformGetItemToIndex():
     pass
 from torch.utils.tensorboard import SummaryWriter
-with SummaryWriter(tempfile.mkdtemp()) as writer:
+class Writer(SummaryWriter):
+    def __init__(self, folder):
+        super().__init__(folder)
+assert type(Writer) is type and Writer.__mro__[1] is sys.modules["torch.utils.tensorboard"].SummaryWriter
+with Writer(tempfile.mkdtemp()) as writer:
     writer.add_scalar("loss", 1.0, 1)
 from megatron.core.inference import unified_memory
 assert issubclass(unified_memory.UnifiedMemoryCompileTimeoutError, unified_memory.UnifiedMemoryUnsupportedError)
