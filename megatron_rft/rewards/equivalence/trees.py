@@ -188,7 +188,8 @@ def is_whole(tree: Tree) -> bool:
 
 def is_number(tree: Tree) -> bool:
     """17, -3.5, 2/3, 6 2/3, 3 * 10^8, with or without degrees."""
-    factors = [each for each in (tree[1:] if tree[0] == "*" else (tree,)) if each not in (MINUS, DEGREE)]
+    parts = [each for each in tree[1:] if each != MINUS] if tree[0] == "*" else [tree]
+    factors = [each for each in parts if each != DEGREE]
     scales = [each for each in factors if each[0] != "n"]
     powers = all(each[0] == "^" and each[1][0] == each[2][0] == "n" for each in scales)
     plain = powers and all(each[2] == MINUS or each[1][1] == 10 for each in scales)

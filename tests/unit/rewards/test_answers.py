@@ -164,10 +164,18 @@ def test_what_repeats_the_question(answer, reference, question, echo):
 
 @pytest.mark.parametrize(
     ("answer", "form"),
-    [("1,234 apples", "1234"), ("x = 0.50", "1/2"), (r"\dfrac24", "1/2"), ("3, 5", "3, 5")],
+    [("1,234 apples", "1234"), ("x = 0.50", "1/2"), (r"\dfrac24", "1/2"), ("3, 5", "3, 5"), ("-1", "-1")],
 )
 def test_one_form_for_votes(answer, form):
     assert vote(answer) == form
+
+
+@pytest.mark.parametrize("answer", ["i^2", r"e^{i\pi}", "2/2", "5-4"])
+def test_one_and_minus_one_are_numbers(answer):
+    """Of which a formula of the same value is no answer."""
+    negative = answer if "i" in answer else f"-({answer})"
+    assert judge("1", "1") and judge("-1", "-1") and judge("-1", "-1.0")
+    assert not judge("1", answer) and not judge("-1", negative)
 
 
 @pytest.mark.parametrize("text", ["#### 9 **04662", "#### 1 - 1", "#### -1 * 1"])
