@@ -22,18 +22,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rft.config.gpu_defaults import fusions
 from megatron_rft.conversion import padded_vocab
+from megatron_rft.families import shapes
 from megatron_rft.families.checks import rope, why_unsupported
-from megatron_rft.families.shapes import (
-    dense_ffn,
-    expert_ffn,
-    experts,
-    first,
-    head_dim,
-    is_delta,
-    is_mixture,
-    kv_heads,
-    sizes,
-)
 from megatron_rft.families.tables import EXPERT_BIAS, QK_NORM, family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.megatron import parallel, vision
@@ -60,7 +50,7 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
     if megatron.expert_model_parallel_size > 1 and expert_tensor > 1 and not torch.cuda.is_available():
         raise ConfigError("on CPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)")
     options = {
-        **_host(bool(experts(hf_config))),
+        **_host(bool(shapes.experts(hf_config))),
         **_architecture(hf_config),
         **_precision(megatron, precision),
         **{name: getattr(megatron, name) for name in LAYOUT},
@@ -90,14 +80,14 @@ def _unset(weight: Tensor) -> None:
 
 
 def _architecture(c: Any) -> dict[str, Any]:
-    family, known = family_of(c), sizes(c, 0)
+    family, known = family_of(c), shapes.sizes(c, 0)
     options = {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
         "num_attention_heads": c.num_attention_heads,
-        "num_query_groups": kv_heads(c),
-        "kv_channels": head_dim(c),
-        "ffn_hidden_size": dense_ffn(c),
+        "num_query_groups": shapes.kv_heads(c),
+        "kv_channels": shapes.head_dim(c),
+        "ffn_hidden_size": shapes.dense_ffn(c),
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": family.zero_centred,
         "layernorm_epsilon": c.rms_norm_eps,
@@ -106,13 +96,13 @@ def _architecture(c: Any) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": "q_bias" in known,
         # norms over all heads and norms after attention come from `block_spec`
-        "qk_layernorm": family.latent or (family.has(QK_NORM) and first(c, "use_qk_norm", default=True)),
+        "qk_layernorm": family.latent or (family.has(QK_NORM) and shapes.first(c, "use_qk_norm", default=True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     if family.local or _frequencies(c)[1] != 1.0:
         options["softmax_scale"] = _scale(c, "full_attention")
-    if experts(c):
+    if shapes.experts(c):
         options |= _experts(c)
     if family.windows:
         options["window_size"] = (c.sliding_window - 1, 0) if c.sliding_window else None
@@ -124,18 +114,18 @@ def _architecture(c: Any) -> dict[str, Any]:
     if family.gated:
         names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
         options |= {f"linear_{name}": getattr(c, f"linear_{name}") for name in names}
-        options["linear_attention_freq"] = [int(is_delta(c, i)) for i in range(c.num_hidden_layers)]
-        options |= {"attention_output_gate": True, "moe_shared_expert_gate": bool(experts(c))}
+        options["linear_attention_freq"] = [int(shapes.is_delta(c, i)) for i in range(c.num_hidden_layers)]
+        options |= {"attention_output_gate": True, "moe_shared_expert_gate": bool(shapes.experts(c))}
     if family.tower:  # Transformer Engine's kernel would begin at position 0 in each packed sequence
         options["apply_rope_fusion"] = False
     return options | (_latent(c) if family.latent else {})
 
 
 def _experts(c: Any) -> dict[str, Any]:
-    mixture = [int(is_mixture(c, i)) for i in range(c.num_hidden_layers)]
+    mixture = [int(shapes.is_mixture(c, i)) for i in range(c.num_hidden_layers)]
     options = {
-        "num_moe_experts": experts(c),
-        "moe_ffn_hidden_size": expert_ffn(c),
+        "num_moe_experts": shapes.experts(c),
+        "moe_ffn_hidden_size": shapes.expert_ffn(c),
         "moe_layer_freq": mixture,
         "moe_router_topk": c.num_experts_per_tok,
         "moe_router_dtype": "fp32",
@@ -144,18 +134,18 @@ def _experts(c: Any) -> dict[str, Any]:
         "moe_grouped_gemm": has_transformer_engine(),
     }
     if 1 in mixture:
-        options["moe_shared_expert_intermediate_size"] = sizes(c, mixture.index(1)).get("shared_ffn")
+        options["moe_shared_expert_intermediate_size"] = shapes.sizes(c, mixture.index(1)).get("shared_ffn")
     if not family_of(c).has(EXPERT_BIAS):
         # softmax of the chosen = renormalised softmax of all
-        return options | {"moe_router_pre_softmax": not first(c, "norm_topk_prob", default=True)}
-    groups = first(c, "n_group", default=1)
+        return options | {"moe_router_pre_softmax": not shapes.first(c, "norm_topk_prob", default=True)}
+    groups = shapes.first(c, "n_group", default=1)
     return options | {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": c.topk_group if groups > 1 else None,
-        "moe_router_topk_scaling_factor": first(c, "routed_scaling_factor"),
+        "moe_router_topk_scaling_factor": shapes.first(c, "routed_scaling_factor"),
     }
 
 
@@ -164,7 +154,7 @@ def _sinks(c: Any) -> dict[str, Any]:
         "softmax_type": "learnable",
         "add_bias_linear": True,
         "activation_func": quick_gelu,
-        "activation_func_clamp_value": first(c, "swiglu_limit", default=7.0),
+        "activation_func_clamp_value": shapes.first(c, "swiglu_limit", default=7.0),
         "glu_linear_offset": 1.0,
         "bias_activation_fusion": False,  # megatron-core's fused kernel clamps before it adds the bias
         "bias_dropout_fusion": False,  # refused by Transformer Engine's grouped experts with biases
@@ -290,13 +280,13 @@ def _frequencies(c: Any, layers: str = "full_attention") -> tuple[Tensor | None,
     if found["rope_type"] != "default":
         own = layers if layers in c.rope_parameters else None
         return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", layer_type=own)
-    default = 1.0 / found["rope_theta"] ** (torch.arange(0, head_dim(c), 2).float() / head_dim(c))
+    default = 1.0 / found["rope_theta"] ** (torch.arange(0, shapes.head_dim(c), 2).float() / shapes.head_dim(c))
     return (default if family_of(c).local else None), 1.0
 
 
 def _scale(c: Any, layers: str) -> float:
     """Of the scores in layers of this kind, with scaled queries and scaled keys."""
-    return _frequencies(c, layers)[1] ** 2 / first(c, "query_pre_attn_scalar", default=head_dim(c)) ** 0.5
+    return _frequencies(c, layers)[1] ** 2 / shapes.first(c, "query_pre_attn_scalar", default=shapes.head_dim(c)) ** 0.5
 
 
 def _set_frequencies(model: GPTModel, hf_config: Any) -> None:

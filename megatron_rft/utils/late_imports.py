@@ -126,13 +126,28 @@ class _Distributions(Mapping):
     __iter__, __len__ = (lambda self: iter(_distributions())), (lambda self: len(_distributions()))
 
 
+class _Here(Loader):
+    """Of a module whose code has run."""
+
+    def __init__(self, module: ModuleType):
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
 class _Finder(Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in (*LATE, READ_TWICE) or not (spec := PathFinder.find_spec(name, path)):
-            load(sys.modules.get(name.rpartition(".")[0]))  # other modules of a package need its own code
-            return None
-        spec.loader, spec.loader_state = self, spec.loader
-        return spec
+        if name in (*LATE, READ_TWICE) and (spec := PathFinder.find_spec(name, path)):
+            spec.loader, spec.loader_state = self, spec.loader
+            return spec
+        before = name in sys.modules
+        load(sys.modules.get(name.rpartition(".")[0]))  # other modules of a package need its own code
+        # What that code has imported would be imported again: importlib asks its own question of a name once.
+        return ModuleSpec(name, _Here(sys.modules.pop(name))) if name in sys.modules and not before else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return LateModule(spec.name)
@@ -150,7 +165,10 @@ class _Finder(Loader):
 
 
 def lean_import(name: str) -> ModuleType:
-    """Import without loading the modules of LATE, then and later, and without looking for garbage in what stays."""
+    """Import without loading the modules of LATE, then and later, and without looking for garbage in what stays. An
+    imported module is as it is: what is frozen later may be garbage, such as a process group in a cycle."""
+    if name in sys.modules:
+        return sys.modules[name]
     if not has_cuda_device() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     gc.disable()

@@ -12,27 +12,13 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import offline as section
 from megatron_rft.objectives import base
-from megatron_rft.objectives.base import (
-    Loss,
-    LossFunction,
-    Objective,
-    Outputs,
-    Prepared,
-    SecondDistribution,
-    State,
-    Sum,
-    Update,
-    sequence_means,
-    sequence_sums,
-    trained_tokens,
-)
 from megatron_rft.records import Batch, like, send
 
 LOW = 0.2  # weights below this are counted as low (fpa.txt figure 3, right)
 SATURATED = 0.01  # weights closer to 0 or 1 than this are counted as saturated
 
 
-class Offline(Objective):
+class Offline(base.Objective):
     """One optimizer step per batch of trajectories. Log-probs are at temperature 1."""
 
     options: section.Offline
@@ -40,7 +26,7 @@ class Offline(Objective):
     needs: frozenset[str] = frozenset({"ref_logprobs"})
 
     @property
-    def second(self) -> SecondDistribution | None:
+    def second(self) -> base.SecondDistribution | None:
         """The reference's distribution, if `outputs` compare with it."""
         return None
 
@@ -53,44 +39,44 @@ class Offline(Objective):
         return data
 
     @abstractmethod
-    def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
+    def terms(self, outputs: base.Outputs, batch: Batch) -> dict[str, tuple[float, base.Sum]]:
         """The loss, as in `Loss.terms`."""
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
-        return Loss(self.terms(outputs, batch), dynamics(outputs, batch))
+    def loss(self, outputs: base.Outputs, batch: Batch) -> base.Loss:
+        return base.Loss(self.terms(outputs, batch), dynamics(outputs, batch))
 
-    def prepare(self, batch: Batch, state: State) -> Prepared:
-        update = Update("policy", batch, self.loss, self.outputs, counts=counts, second=self.second, parts=PARTS)
-        return Prepared([update], state)
+    def prepare(self, batch: Batch, state: base.State) -> base.Prepared:
+        update = base.Update("policy", batch, self.loss, self.outputs, counts=counts, second=self.second, parts=PARTS)
+        return base.Prepared([update], state)
 
 
 def counts(batch: Batch) -> dict[str, float]:
     """The denominators of a global mini-batch; right and wrong trajectories also have their own."""
-    trained = trained_tokens(batch) > 0
+    trained = base.trained_tokens(batch) > 0
     right = batch.sequences["rewards"] > 0
     parts = {"correct": trained & right, "incorrect": trained & ~right}
     return base.counts(batch) | {"one": 1.0} | {name: max(part.sum().item(), 1.0) for name, part in parts.items()}
 
 
-def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> Sum:
+def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> base.Sum:
     """[B] -> the sum over sequences with a trained token; `per` correct or incorrect: only over those."""
-    taken = trained_tokens(batch) > 0
+    taken = base.trained_tokens(batch) > 0
     if per != "sequences":
         taken &= (batch.sequences["rewards"] > 0) == (per == "correct")
-    return Sum(torch.where(send(taken, values.device), values, 0.0).sum(), per)
+    return base.Sum(torch.where(send(taken, values.device), values, 0.0).sum(), per)
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
     """[R] -> [B] log pi(y|x) - log pi_ref(y|x)."""
-    return sequence_sums(logprobs - like(batch.tokens["ref_logprobs"], logprobs), batch)
+    return base.sequence_sums(logprobs - like(batch.tokens["ref_logprobs"], logprobs), batch)
 
 
 def weights(logprobs: Tensor, batch: Batch) -> Tensor:
     """[R] -> [B] pi(y|x)^(1/|y|), the geometric mean of the tokens' probabilities."""
-    return sequence_means(logprobs, batch).exp()
+    return base.sequence_means(logprobs, batch).exp()
 
 
-def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
+def dynamics(outputs: base.Outputs, batch: Batch) -> dict[str, base.Sum]:
     """Metrics of right and wrong trajectories: log-ratio to the reference, weight pi^(1/|y|), FPA's weight
     pi_hat^(1/|y|) and its ratio to pi^(1/|y|), and the number of wrong ones with a weight below `LOW`. Of all: the
     share whose FPA weight is closer to 0 or 1 than `SATURATED`."""
@@ -109,17 +95,17 @@ def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
     }
     for name in values.keys() & {"weight", "future_weight"}:
         low = over_sequences((values[name] < LOW).to(logprobs), batch, "incorrect")
-        metrics[f"dynamics/low_{name}_incorrect"] = Sum(low.total, "one")
+        metrics[f"dynamics/low_{name}_incorrect"] = base.Sum(low.total, "one")
     return metrics
 
 
-def part_of(loss: LossFunction, part: str) -> LossFunction:
+def part_of(loss: base.LossFunction, part: str) -> base.LossFunction:
     """The same loss with only the gradient of the "correct" or the "incorrect" trajectories (fpa.txt figure 8).
 
     The two gradients add up to the whole gradient.
     """
 
-    def only(outputs: Outputs, batch: Batch) -> Loss:
+    def only(outputs: base.Outputs, batch: Batch) -> base.Loss:
         own = ((batch.sequences["rewards"] > 0) == (part == "correct"))[batch.sequence_ids]
         kept = {name: torch.where(send(own, value.device), value, value.detach()) for name, value in outputs.items()}
         return loss(kept, batch)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from megatron_rft.utils.late_imports import LATE
 
 TRAINING = """
@@ -107,17 +109,27 @@ from pathlib import Path
 from megatron_rft.utils.late_imports import LATE, lean_import
 package = Path(sys.argv[1], "package_of_two")
 package.mkdir()
-(package / "__init__.py").write_text("from package_of_two.part import name")
-(package / "part.py").write_text("import builtins; builtins.runs.append(1); name = 'here'")
+(package / "__init__.py").write_text("from package_of_two.part import name; from package_of_two import plain")
+for part in ("part", "plain"):
+    (package / f"{part}.py").write_text("import builtins; builtins.runs.append(__name__); name = 'here'")
 LATE.update({"package_of_two": {}, "package_of_two.part": {}})
 builtins.runs = []
 lean_import("json")
 sys.path.insert(0, sys.argv[1])
 import package_of_two.part
 assert not builtins.runs
-assert sys.modules["package_of_two.part"].name == "here" and builtins.runs == [1]
+if sys.argv[2] == "a part":
+    assert sys.modules["package_of_two.part"].name == "here"
+import package_of_two.plain as plain
+assert sorted(builtins.runs) == ["package_of_two.part", "package_of_two.plain"]
+assert plain is sys.modules["package_of_two.plain"] is package_of_two.plain
+assert plain.__spec__.origin == plain.__file__ and plain.__spec__.loader is plain.__loader__
+from package_of_two import part
+assert part.name == "here" and len(builtins.runs) == 2
+assert lean_import("package_of_two.plain") is plain
 """
 
 
-def test_a_module_that_its_package_imports_runs_once(tmp_path):
-    subprocess.check_call([sys.executable, "-c", ONCE, str(tmp_path)])
+@pytest.mark.parametrize("first", ["a part", "what is never late"])
+def test_a_module_that_its_package_imports_runs_once(tmp_path, first):
+    subprocess.check_call([sys.executable, "-c", ONCE, str(tmp_path), first])
