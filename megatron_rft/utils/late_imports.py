@@ -146,7 +146,7 @@ class _Finder(Loader):
             return spec
         before = name in sys.modules
         load(sys.modules.get(name.rpartition(".")[0]))  # other modules of a package need its own code
-        # What that code has imported would be imported again: importlib asks its own question of a name once.
+        # That code may have imported `name`. importlib has looked for it before, and would run it a second time.
         return ModuleSpec(name, _Here(sys.modules.pop(name))) if name in sys.modules and not before else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -165,8 +165,8 @@ class _Finder(Loader):
 
 
 def lean_import(name: str) -> ModuleType:
-    """Import without loading the modules of LATE, then and later, and without looking for garbage in what stays. An
-    imported module is as it is: what is frozen later may be garbage, such as a process group in a cycle."""
+    """Import without loading the modules of LATE, then and later, and without looking for garbage in what stays. For a
+    module that is there nothing is done: freezing again would keep garbage, such as a process group in a cycle."""
     if name in sys.modules:
         return sys.modules[name]
     if not has_cuda_device() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
