@@ -342,14 +342,13 @@ def test_memory_of_layers_with_windows(tmp_path, worker, model):
     check_plan(one_stage(worker, tmp_path, EXAMPLE, model, 8, options, 0), EXAMPLE, tmp_path, 8, *options)
 
 
-TRAINING_ONLY = ("32B on 64, first stage", "32B on 512, last stage", "30B-A3B on 512, second stage")  # of MANY
-MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0
-    "32B on 64, first stage": ("32b", 64, dict(tensor=8, pipeline=8), 0),
-    "32B on 512, last stage": ("32b", 512, dict(tensor=8, pipeline=8), 7),
-    "32B on 4,096, second of 16": ("32b", 4096, dict(tensor=8, pipeline=16, context=2), 1),
-    "30B-A3B on 64, last stage": ("30b_a3b_16_layers", 64, dict(pipeline=8, **EXPERTS_ON_8), 7),
-    "30B-A3B on 512, second stage": ("30b_a3b_16_layers", 512, dict(pipeline=8, **EXPERTS_ON_8), 1),
-    "30B-A3B on 4,096, first of 16": ("30b_a3b_16_layers", 4096, dict(pipeline=16, **EXPERTS_ON_8), 0),
+MANY = {  # model, ranks, layout, the stage that is rehearsed (from 0), and whether with all phases of a step
+    "32B on 64, first stage": ("32b", 64, dict(tensor=8, pipeline=8), 0, False),
+    "32B on 512, last stage": ("32b", 512, dict(tensor=8, pipeline=8), 7, False),
+    "32B on 4,096, second of 16": ("32b", 4096, dict(tensor=8, pipeline=16, context=2), 1, True),
+    "30B-A3B on 64, last stage": ("30b_a3b_16_layers", 64, dict(pipeline=8, **EXPERTS_ON_8), 7, True),
+    "30B-A3B on 512, second stage": ("30b_a3b_16_layers", 512, dict(pipeline=8, **EXPERTS_ON_8), 1, False),
+    "30B-A3B on 4,096, first of 16": ("30b_a3b_16_layers", 4096, dict(pipeline=16, **EXPERTS_ON_8), 0, True),
 }
 
 
@@ -357,9 +356,8 @@ MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0
 @pytest.mark.parametrize("name", MANY)
 def test_many_gpus(tmp_path, worker, name):
     """Rehearses one micro-batch on the last stage, and as many as are in flight on the first. The mixture has fewer
-    layers than the published one: test_shipped_memory.py is about all of them. Of each model one stage or more is
-    rehearsed with all phases of a step."""
-    model, gpus, layout, number = MANY[name]
+    layers than the published one: test_shipped_memory.py is about all of them."""
+    model, gpus, layout, number, whole = MANY[name]
     options = [
         f"megatron.{key}_{'' if key in ('context', 'expert_tensor') else 'model_'}parallel_size={size}"
         for key, size in layout.items()
@@ -369,7 +367,7 @@ def test_many_gpus(tmp_path, worker, name):
         "algorithm.mini_batch_prompts=1024",
         "batching.micro_batch_tokens=8192",
     ]
-    more = ["--training-only"] if name in TRAINING_ONLY else []
+    more = [] if whole else ["--training-only"]
     stage = one_stage(worker, tmp_path, EXAMPLE, model, gpus, options, number, *more)
     assert stage["found"]["rss"] < 4 << 30
     check_plan(stage, EXAMPLE, tmp_path, gpus, *options)
