@@ -211,6 +211,10 @@ class Endpoint:
             return await handler(request)
         except web.HTTPException as error:
             refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request")
+        except web.RequestPayloadError as error:
+            request.content.feed_eof()  # else aiohttp reads on, and logs the error with a traceback
+            request.protocol.close()  # after the answer: it reads no further request of this connection
+            refused = Refused(400, f"the request's body is broken: {str(error).splitlines()[-1].strip()}")
         except ConnectionResetError:  # the client has given up
             return web.Response(status=499)
         except Exception as error:

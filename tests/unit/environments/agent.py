@@ -1,5 +1,6 @@
 """Programs for test_programs.py: `python agent.py NAME`."""
 
+import gzip
 import http.client
 import json
 import os
@@ -197,12 +198,16 @@ def unusable() -> None:
                 found.append(
                     [path, name, error.code, told.get("type"), told["error"]["type"], told["error"]["message"]]
                 )
+    packed = gzip.compress(json.dumps({"messages": [user("hi")]}).encode())
     nested = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    request = urllib.request.Request(URL + "/chat/completions", nested, {"Authorization": f"Bearer {KEY}"})
-    try:
-        urllib.request.urlopen(request)
-    except urllib.error.HTTPError as error:
-        found.append(["nested", "RecursionError", error.code, None, *list(json.load(error)["error"].values())[1::-1]])
+    broken = {"RecursionError": (nested, ""), "encoding: gzip": (packed[:15] + b"--" + packed[17:], "gzip")}
+    for name, (body, encoding) in broken.items():
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Encoding": encoding}
+        connection = http.client.HTTPConnection(urlsplit(URL).netloc, timeout=60)
+        connection.request("POST", urlsplit(URL).path + "/chat/completions", body, headers)
+        answer = connection.getresponse()
+        found.append(["broken", name, answer.status, None, *list(json.load(answer)["error"].values())[1::-1]])
+    assert not connection.sock.recv(1), "a connection whose body cannot be decoded is closed"
     post({"messages": [user("hi")], "max_tokens": None, "n": None, "stop": None, "tools": None})
     Path("unusable.json").write_text(json.dumps(found))
 

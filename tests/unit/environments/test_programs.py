@@ -480,13 +480,14 @@ def test_what_is_refused(play, chat_engine, tokenizer, capsys):
     assert {"response_format is not support", "This model's maximum context l"} <= {*told}
 
 
-def test_values_that_cannot_be_used_are_refused_and_end_nothing_else(play, chat_engine, tokenizer):
+def test_values_that_cannot_be_used_are_refused_and_end_nothing_else(play, chat_engine, tokenizer, caplog, capsys):
     (response,) = only(play("unusable", chat_engine, score=f"{GRADERS}:files"), tokenizer)
     found = json.loads(json.loads(response.score.reason)["files"]["unusable.json"])
     assert len(found) > 30 and len(turns_of(response)) == 1, response.score
     for path, name, status, form, kind, message in found:
         assert (status, kind) == (400, "invalid_request_error") and name in message, (path, name, message)
         assert form == ("error" if path == "/messages" else None)
+    assert "encoding: gzip" in str(found) and "Traceback" not in caplog.text + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [False, True])
