@@ -20,13 +20,14 @@ from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 
 
-def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> SourceCheckpoint:
+def find_source(path: str, like: str | None = None, option: str = "source", dashes: str = "") -> SourceCheckpoint:
     """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
     whose newest checkpoint is used.
 
-    `option`: the argument with the path, for messages. `like`: a folder or hub name with config.json and the tokenizer,
-    if the checkpoint has none; of adapters the model that they belong to.
+    `like`: a folder or hub name with config.json and the tokenizer, if the checkpoint has none; of adapters the model
+    that they belong to. For messages: `option`, the argument with the path, and the `dashes` before `like`.
     """
+    like = like and str(model_folder(like, f"{dashes}like"))
     if (Path(path).expanduser() / lora.CONFIG).is_file():
         raise DataError(f"{path} has adapters alone: PEFT's merge_and_unload makes a model of them and their base")
     folder = _checkpoint_in(Path(path).expanduser())
@@ -34,9 +35,9 @@ def find_source(path: str, like: str | None = None, option: str = "the checkpoin
         return _of_adapters(folder, stored, like)
     if folder is None:
         folder = model_folder(path, option)
-        companions = model_folder(like, "--like") if like else folder
+        companions = Path(like) if like else folder
         return SourceCheckpoint(folder, "hf", load_config(companions), companions)
-    model, companions = _model_of(folder, like)
+    model, companions = _model_of(folder, like, dashes)
     return SourceCheckpoint(folder, "megatron", load_config(model), companions)
 
 
@@ -66,10 +67,10 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
     return SourceCheckpoint(folder, "megatron", hf_config, build.tokenizer_folder(model), merged)
 
 
-def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
+def _model_of(folder: Path, like: str | None, dashes: str) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     if like:
-        return (model_folder(like, "--like"),) * 2
+        return Path(like), Path(like)
     if (folder / "config.json").is_file():
         return folder, folder
     export, stored = folder.parent.parent / "export", folder.parent.parent / RECIPE_FILE
@@ -78,38 +79,39 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     if not stored.is_file():
         raise DataError(
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "
-            "--like, a folder or hub name of a model of the same architecture"
+            f"{dashes}like, a folder or hub name of a model of the same architecture"
         )
     recipe = load_saved(stored)
     try:
         return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
-        raise DataError(f"{error} (from {stored}); if it was moved, give --like") from None
+        raise DataError(f"{error} (from {stored}); if it was moved, give {dashes}like") from None
 
 
 def run(args: argparse.Namespace) -> int:
-    report = convert(args.source, args.out, args.to, args.like)
+    report = convert(args.source, args.out, args.to, args.like, "--")
     if report is not None:
         print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
         print(f"digest of the model: {report.digest}")
     return FINISHED
 
 
-def convert(path: str, out: Path, to: str | None = None, like: str | None = None) -> Conversion | None:
-    """Convert the checkpoint at `path`. The arguments are those of the command line. Returns None for adapters in
-    PEFT's format."""
-    source = find_source(path, like)
+def convert(
+    path: str, out: Path, to: str | None = None, like: str | None = None, dashes: str = ""
+) -> Conversion | None:
+    """Convert the checkpoint at `path`. Returns None for adapters in PEFT's format. `dashes`: as of `find_source`."""
+    source = find_source(path, like, dashes=dashes)
     if refused := why_unsupported(source.hf_config):
         raise DataError(f"{source.path}: {refused}")
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
-    return write_peft(source, out, like) if to == "peft" else conversion.convert(source, out, to)
+    return write_peft(source, out, like, dashes) if to == "peft" else conversion.convert(source, out, to)
 
 
-def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
+def write_peft(source: SourceCheckpoint, out: Path, like: str | None, dashes: str) -> None:
     """Write the adapters of a run's checkpoint in PEFT's format, and read them back."""
     if source.merged is None or not isinstance(source.merged.adapters, AdapterCheckpoint):
-        raise ConfigError("--to peft: the source must be a run, or a checkpoint in its folder, that trains adapters")
+        raise ConfigError(f"{dashes}to peft: source must be a run, or a checkpoint in its folder, that trains adapters")
     trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
     model = recipe.model.model_copy(update={"path": like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)

@@ -33,7 +33,7 @@ def lines(m: MemoryPlan, ranks: int, engines: int) -> list[str]:
     report = [f"memory without a GPU: about {gib(resident(m))} a rank{saving}; {gib(total)} on this machine"]
     if total > here:
         report.append(
-            f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "
-            "(--nproc), or lower batching.micro_batch_tokens"
+            f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks, "
+            "or lower batching.micro_batch_tokens"
         )
     return report

@@ -307,7 +307,7 @@ def lines(m: MemoryPlan) -> list[str]:
     report = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     report.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
     if engines.by_vllm and not m.device:
-        report.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
+        report.append("memory of vLLM's cache: not counted; it depends on the memory of a GPU, which is not given")
     if recipe.trainer == "rl" and (models := recipe.reward.judges()):
         report.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":

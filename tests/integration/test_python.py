@@ -1,6 +1,8 @@
 """The package from Python: a run in another process, its callbacks, and code of this session."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import megatron_rft as rft
+from megatron_rft.commands.main import main
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import CodeError, ConfigError, DataError, RunFailed, UserError
 from tests.integration.tiny import ROOT, write_recipe
@@ -118,6 +121,33 @@ def test_refusals_are_those_of_the_command_line(tmp_path):
         rft.generate(recipe)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         rft.trian  # noqa: B018
+
+
+def test_an_argument_is_named_as_its_interface_names_it(tmp_path, capsys, monkeypatch):
+    recipe, out = write_recipe(tmp_path), tmp_path / "out"
+    model, alone, file = str(tmp_path / "model"), tmp_path / "alone", str(recipe / "x")
+    other = str(shutil.copytree(model, tmp_path / "other"))
+    alone.mkdir()
+    (alone / "a.distcp").touch()
+    for places, options, problem in (
+        ([recipe], {"model": "nope"}, "{}model: there is no such model folder, nope"),
+        ([recipe], {"model": model, "like": "nope"}, "{}like: there is no such model folder, nope"),
+        ([recipe], {"model": model, "like": other, "out": file}, "{}out: .* is not a folder. Choose another {}out$"),
+        (["nope", out], {}, "source: there is no such model folder, nope"),
+        ([model, out], {"like": "nope"}, "{}like: there is no such model folder, nope"),
+        ([model, out], {"to": "peft"}, "{}to peft: source must be a run"),
+        ([alone, out], {}, "has no config.json, .* Give {}like, a folder"),
+    ):
+        command = "convert" if out in places else "evaluate"
+        with pytest.raises(UserError, match=problem.format("", "")):
+            getattr(rft, command)(*places, **options)
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        assert main([command, *map(str, places), *words]) == 2
+        assert re.search(problem.format("--", "--"), capsys.readouterr().err.strip()), problem
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="^nproc 3: a launcher has started 2 ranks"):
+        rft.train(recipe, nproc=3)
 
 
 def test_ctrl_c_leaves_a_checkpoint(tmp_path):
