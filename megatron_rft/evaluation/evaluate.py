@@ -183,7 +183,8 @@ def evaluate(
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
     result = summarise(everything, name, samples, sampler.sampling.temperature, sampler.seed)
     if result.errors == len(everything) > 0:
-        raise RunFailed(unjudged(result.summary()))
+        fix = "Correct the benchmark's reward, else reward or environment.score, and run the same command again"
+        raise RunFailed(f"{unjudged(result.summary())}. {fix}")
     return result
 
 

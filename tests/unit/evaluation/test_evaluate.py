@@ -128,6 +128,16 @@ def test_failed_gradings_are_counted_apart():
     assert result.errors == 1 and [each.error for each in result.completions].count("broken") == 1
 
 
+def test_an_evaluation_without_any_verdict_says_what_to_correct():
+    class Broken(MathReward):
+        def __call__(self, prompts, texts):
+            return [Score(0.0, error="no sandbox")] * len(texts)
+
+    told = "^toy: 28 of 28 answers could not be judged; .* Problem 10: no sandbox. Correct the benchmark's reward, else"
+    with pytest.raises(RunFailed, match=f"{told} reward or environment.score, and run the same command again$"):
+        evaluate(sampler(Broken()), PROMPTS, name="toy")
+
+
 def test_request_seeds_are_stable():
     # written down, so that a change of it is a choice
     digest = hashlib.blake2b(b"1/test/10", digest_size=8).digest()
