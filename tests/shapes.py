@@ -1,5 +1,11 @@
 """Sizes of models that several tests share, for configurations of transformers."""
 
+import json
+import math
+from pathlib import Path
+
+from megatron_rft.families.shapes import hf_shapes, of_json
+
 
 def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more) -> dict:
     """The fields of these sizes in a config.json, and of `more`."""
@@ -25,3 +31,17 @@ def json_of(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab
     """The content of a config.json. `more` may name another `model_type` than llama, and its fields."""
     more = dict(model_type="llama", max_position_embeddings=131_072) | more
     return sizes(layers, hidden, heads, kv_heads, ffn, vocab_size=vocabulary, head_dim=head_dim) | more
+
+
+def write_model(folder: Path, config: dict, tensors_of: dict | None = None) -> None:
+    """A model's folder, whose weights are zeros that take no room. `tensors_of`: the configuration of its tensors."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in hf_shapes(of_json({"tie_word_embeddings": False} | (tensors_of or config))).items():
+        offsets = [end, end := end + 2 * math.prod(shape)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

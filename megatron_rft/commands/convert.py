@@ -20,14 +20,14 @@ from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 
 
-def find_source(path: str, like: str | None = None, option: str = "source", dashes: str = "") -> SourceCheckpoint:
+def find_source(path: str, like: str | None = None, option: str = "source", dash: str = "") -> SourceCheckpoint:
     """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
     whose newest checkpoint is used.
 
     `like`: a folder or hub name with config.json and the tokenizer, if the checkpoint has none; of adapters the model
-    that they belong to. For messages: `option`, the argument with the path, and the `dashes` before `like`.
+    that they belong to. For messages: `option`, the argument with the path, and the `dash` before `like`.
     """
-    like = like and str(model_folder(like, f"{dashes}like"))
+    like = like and str(model_folder(like, f"{dash}like"))
     if (Path(path).expanduser() / lora.CONFIG).is_file():
         raise DataError(f"{path} has adapters alone: PEFT's merge_and_unload makes a model of them and their base")
     folder = _checkpoint_in(Path(path).expanduser())
@@ -37,7 +37,7 @@ def find_source(path: str, like: str | None = None, option: str = "source", dash
         folder = model_folder(path, option)
         companions = Path(like) if like else folder
         return SourceCheckpoint(folder, "hf", load_config(companions), companions)
-    model, companions = _model_of(folder, like, dashes)
+    model, companions = _model_of(folder, like, dash)
     return SourceCheckpoint(folder, "megatron", load_config(model), companions)
 
 
@@ -67,7 +67,7 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
     return SourceCheckpoint(folder, "megatron", hf_config, build.tokenizer_folder(model), merged)
 
 
-def _model_of(folder: Path, like: str | None, dashes: str) -> tuple[Path, Path]:
+def _model_of(folder: Path, like: str | None, dash: str) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     if like:
         return Path(like), Path(like)
@@ -79,13 +79,13 @@ def _model_of(folder: Path, like: str | None, dashes: str) -> tuple[Path, Path]:
     if not stored.is_file():
         raise DataError(
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "
-            f"{dashes}like, a folder or hub name of a model of the same architecture"
+            f"{dash}like, a folder or hub name of a model of the same architecture"
         )
     recipe = load_saved(stored)
     try:
         return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
-        raise DataError(f"{error} (from {stored}); if it was moved, give {dashes}like") from None
+        raise DataError(f"{error} (from {stored}); if it was moved, give {dash}like") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,22 +96,20 @@ def run(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def convert(
-    path: str, out: Path, to: str | None = None, like: str | None = None, dashes: str = ""
-) -> Conversion | None:
-    """Convert the checkpoint at `path`. Returns None for adapters in PEFT's format. `dashes`: as of `find_source`."""
-    source = find_source(path, like, dashes=dashes)
+def convert(path: str, out: Path, to: str | None = None, like: str | None = None, dash: str = "") -> Conversion | None:
+    """Convert the checkpoint at `path`. Returns None for adapters in PEFT's format. `dash`: as of `find_source`."""
+    source = find_source(path, like, dash=dash)
     if refused := why_unsupported(source.hf_config):
         raise DataError(f"{source.path}: {refused}")
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
-    return write_peft(source, out, like, dashes) if to == "peft" else conversion.convert(source, out, to)
+    return write_peft(source, out, like, dash) if to == "peft" else conversion.convert(source, out, to)
 
 
-def write_peft(source: SourceCheckpoint, out: Path, like: str | None, dashes: str) -> None:
+def write_peft(source: SourceCheckpoint, out: Path, like: str | None, dash: str) -> None:
     """Write the adapters of a run's checkpoint in PEFT's format, and read them back."""
     if source.merged is None or not isinstance(source.merged.adapters, AdapterCheckpoint):
-        raise ConfigError(f"{dashes}to peft: source must be a run, or a checkpoint in its folder, that trains adapters")
+        raise ConfigError(f"{dash}to peft: source must be a run, or a checkpoint in its folder, that trains adapters")
     trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
     model = recipe.model.model_copy(update={"path": like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)

@@ -8,7 +8,6 @@ import copy
 import hashlib
 import json
 import os
-import re
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from megatron_rft.families.shapes import hf_shapes, of_json
+from megatron_rft.families.checks import StoredTensors, some
+from megatron_rft.families.shapes import of_json
 from megatron_rft.families.tables import family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.utils.errors import DataError
@@ -68,14 +68,9 @@ def read_tokenizer(folder: Path, place: str, fix: str) -> Any:
         raise DataError(f"{place}: no tokenizer can be loaded from {folder}: {error}") from None
 
 
-IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
-WRAPPED = re.compile(r"(model\.language_model|language_model\.model)\.")  # the text model's, in a model that also sees
-BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
-BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
 COMPANIONS = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 COMPANIONS += ("chat_template.jinja", "chat_template.json")
 COMPANIONS += ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-SEEN = re.compile(r"(model\.)?visual\.")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -107,115 +102,27 @@ def whole_config(hf_config: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(**copy.deepcopy(hf_config.outer))
 
 
-class HFFolder:
-    """The tensors of an HF folder by name. `folder(name)` reads one; KeyError if there is none of that name.
-
-    The constructor raises DataError, naming the tensors, if one is missing, has another shape than `hf_config` says, or
-    is not used by the model.
-    """
+class HFFolder(StoredTensors):
+    """The tensors of an HF folder by name. `folder(name)` reads one; KeyError if there is none of that name."""
 
     def __init__(self, path: str | Path, hf_config: Any):
-        self.path, self.family = Path(path), family_of(hf_config)
+        super().__init__(path, hf_config)
         # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
         self._open = lru_cache(maxsize=1)(lambda file: safe_open(self.path / file, "pt"))
-        self.files: dict[str, tuple[str, str]] = {}  # tensor name -> file name, name in the file
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in self._weight_files():
-            self._index(file)
-        self._check(hf_config)
-
-    def _index(self, file: str) -> None:
-        try:
-            tensors = self._open(file)
-            names = list(tensors.keys())
-        except SafetensorError as error:
-            raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
-        for stored in names:
-            name = self._published(stored)
-            self.files[name] = file, stored
-            self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
-
-    def _published(self, stored: str) -> str:
-        """The family's name of a stored tensor. Versions of transformers have written others."""
-        if self.family.tower and SEEN.match(stored):
-            return SEEN.sub(self.family.tower, stored, count=1)
-        prefix = WRAPPED.match(stored) or re.match(r"model\.(?!visual\.)", stored)
-        return stored if prefix is None else self.family.prefix + stored[prefix.end() :]
-
-    def _weight_files(self) -> list[str]:
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif single.exists():
-            files = [single.name]
-        else:
-            raise DataError(f"{self.path}: no model.safetensors and no model.safetensors.index.json here{self._hint()}")
-        absent = [file for file in files if not (self.path / file).exists()]
-        if absent:
-            raise DataError(f"{self.path}: {index.name} names files that are not there: {', '.join(absent)}")
-        return files
-
-    def _hint(self) -> str:
-        if not self.path.is_dir():
-            return " (no such folder)"
-        if list(self.path.glob("*.bin")):
-            return "; pickled weights (*.bin) are not read: save the model with safe_serialization=True first"
-        return ""
-
-    def _check(self, hf_config: Any) -> None:
-        expected = hf_shapes(hf_config)
-        more = [name for name in self.files if name not in expected]
-        self.skipped = [name for name in more if is_beside(name, hf_config.num_hidden_layers)]
-        ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
-        problems = {
-            "missing": [name for name in expected if name not in self.files],
-            "unexpected": [name for name in more if not name.endswith(ignored) and name not in self.skipped],
-            "of another shape": [
-                f"{name} {self.shapes[name]}, config.json says {shape}"
-                for name, shape in expected.items()
-                if name in self.files and self.shapes[name] not in (shape, self._turned(shape))
-            ],
-        }
-        self.turned = [name for name in expected if self.files.get(name) and self.shapes[name] != expected[name]]
-        raise_on_problems(self.path, hf_config, problems)
         if self.skipped and os.environ.get("RANK", "0") == "0":
             what = f"{len(self.skipped)} tensors of other parts of the model are left out"
-            print(f"{self.path}: {what}: {_some(sorted(self.skipped))}", flush=True)
+            print(f"{self.path}: {what}: {some(sorted(self.skipped))}", flush=True)
 
     def __call__(self, name: str) -> Tensor:
         file, stored = self.files[name]
         tensor = self._open(file).get_tensor(stored)
         return tensor.mT.contiguous() if name in self.turned else tensor
 
-    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of stacked experts [E, in, out] as transformers 5 saves those of Qwen3-VL: [E, out, in]."""
-        return (shape[0], *shape[:0:-1]) if self.family.tower and len(shape) == 3 else shape
-
-
-def is_beside(name: str, layers: int) -> bool:
-    """Return whether a tensor is of a published model's other parts: its vision tower, or its layers that predict
-    further tokens, which come after the `layers` of the model."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return name.startswith(BESIDE) or bool(layer and int(layer[1]) >= layers)
-
-
-def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
-    """Raise one DataError that lists all `problems`: kind -> names of tensors. Empty lists are no problem."""
-    found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
-    named = set(getattr(hf_config, "architectures", None) or ()) - {family_of(hf_config).architecture}
-    found += [f"its configuration names the architecture {', '.join(named)}"] if found and named else []
-    if found:
-        raise DataError(f"{path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found))
-
 
 def copy_companions(source: str | Path | None, target: Path) -> None:
     """Copy those of the tokenizer, chat template and generation defaults that `source` has."""
     for path in _found(Path(source), COMPANIONS) if source is not None else ():
         shutil.copy(path, target / path.name)
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def keep_one(path: Path) -> None:

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
-from megatron_rft.conversion.folder import raise_on_problems
 from megatron_rft.conversion.mapping import LAYER, VOCABULARY, Mapping
+from megatron_rft.families.checks import raise_on_problems
 from megatron_rft.families.shapes import canonical_shapes, experts
 from megatron_rft.families.towers import TOWER
 from megatron_rft.utils.errors import DataError

@@ -1,12 +1,17 @@
-"""What a model's configuration may not say, because megatron-core's model would silently compute something else."""
+"""What a model's configuration may not say, because megatron-core's model would silently compute something else; and
+whether the tensors in the folder are those of the configuration."""
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
-from megatron_rft.families.shapes import expert_ffn, experts, first, head_dim
+from safetensors import SafetensorError, safe_open
+
+from megatron_rft.families.shapes import expert_ffn, experts, first, head_dim, hf_shapes
 from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, READ_BY, family_of
 from megatron_rft.families.towers import vision_of
+from megatron_rft.utils.errors import DataError
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -14,6 +19,11 @@ ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # of embeddings, residuals, scores or logits: no family here reads one
 MULTIPLIER = re.compile(r"\w+_(multiplier|scaling|scale)|scale_(emb|depth)")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
+IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
+WRAPPED = re.compile(r"(model\.language_model|language_model\.model)\.")  # the text model's, in a model that also sees
+BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
+BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
+SEEN = re.compile(r"(model\.)?visual\.")
 
 
 def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
@@ -32,12 +42,10 @@ def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
 def why_unsupported(config: Any) -> str:
     """The fields that cannot be represented; empty if there are none."""
     c, family = config, family_of(config)
-    refused, computed = [], {"hidden_act": "silu", "swiglu_alpha": 1.702}
+    computed = {"hidden_act": "silu", "swiglu_alpha": 1.702}
     computed |= (GEMMA if family.gemma else {}) | (ROUTER if experts(c) else {})
-    for name, value in computed.items():
-        if (getattr(c, name, value) or None) != (value or None):
-            refused.append(f"{name} {getattr(c, name)!r} (only {value!r})")
-    refused += _unread(c) + _windows(c)
+    others = [name for name, value in computed.items() if (getattr(c, name, value) or None) != (value or None)]
+    refused = [f"{name} {getattr(c, name)!r} (only {computed[name]!r})" for name in others] + _unread(c) + _windows(c)
     biases = ["mlp_bias", "attention_out_bias"] + (["attention_bias"] if not family.has(QKV_BIAS) else [])
     refused += [f"{name}: true" for name in biases if getattr(c, name, False)]
     refused += ["attention_bias: false"] if family.sinks and not first(c, "attention_bias", default=True) else []
@@ -143,3 +151,90 @@ def _router(c: Any) -> list[str]:
     if (first(c, "n_group") or 1) > 1 and c.num_experts_per_tok != 2 * c.topk_group:
         refused.append(f"num_experts_per_tok {c.num_experts_per_tok} with topk_group {c.topk_group} (only its double)")
     return refused
+
+
+# ---- tensors
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files of a model's weights. Raises DataError if one is not there."""
+    index, what = folder / "model.safetensors.index.json", "names files that are not there:"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files, what = ["model.safetensors"], "is not there, nor"
+    if absent := [file for file in files if not (folder / file).exists()]:
+        pickled = "; pickled weights (*.bin) are not read: save the model with safe_serialization=True first"
+        hint = pickled if list(folder.glob("*.bin")) else "; a model.path without weights takes model.initialise=random"
+        hint = hint if folder.is_dir() else " (no such folder)"
+        raise DataError(f"{folder}: {index.name} {what} {', '.join(absent)}{hint}")
+    return files
+
+
+class StoredTensors:
+    """What the headers of a folder's files say.
+
+    The constructor raises DataError, naming the tensors, if one is missing, has another shape than `hf_config` says, or
+    is not used by the model.
+    """
+
+    def __init__(self, path: str | Path, hf_config: Any):
+        self.path, self.family = Path(path), family_of(hf_config)
+        self.files: dict[str, tuple[str, str]] = {}  # tensor name -> file name, name in the file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in weight_files(self.path):
+            try:
+                tensors = safe_open(self.path / file, "np")
+            except SafetensorError as error:
+                raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
+            for stored in list(tensors.keys()):
+                name = self._published(stored)
+                self.files[name] = file, stored
+                self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
+        self._check(hf_config)
+
+    def _published(self, stored: str) -> str:
+        """The family's name of a stored tensor. Versions of transformers have written others."""
+        if self.family.tower and SEEN.match(stored):
+            return SEEN.sub(self.family.tower, stored, count=1)
+        prefix = WRAPPED.match(stored) or re.match(r"model\.(?!visual\.)", stored)
+        return stored if prefix is None else self.family.prefix + stored[prefix.end() :]
+
+    def _check(self, hf_config: Any) -> None:
+        expected = hf_shapes(hf_config)
+        ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
+        more = [name for name in self.files if name not in expected and not name.endswith(ignored)]
+        self.skipped = [name for name in more if is_beside(name, hf_config.num_hidden_layers)]
+        self.turned = [name for name in expected if self.shapes.get(name, expected[name]) != expected[name]]
+        wrong = [name for name in self.turned if self.shapes[name] != self._turned(expected[name])]
+        problems = {
+            "missing": [name for name in expected if name not in self.files],
+            "unexpected": [f"{name} in {self.files[name][0]}" for name in more if name not in self.skipped],
+            "of another shape": [f"{name} {self.shapes[name]}, config.json says {expected[name]}" for name in wrong],
+        }
+        raise_on_problems(self.path, hf_config, problems)
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of stacked experts [E, in, out] as transformers 5 saves those of Qwen3-VL: [E, out, in]."""
+        return (shape[0], *shape[:0:-1]) if self.family.tower and len(shape) == 3 else shape
+
+
+def is_beside(name: str, layers: int) -> bool:
+    """Return whether a tensor is of a published model's other parts: its vision tower, or its layers that predict
+    further tokens, which come after the `layers` of the model."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith(BESIDE) or bool(layer and int(layer[1]) >= layers)
+
+
+def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
+    """Raise one DataError that lists all `problems`: kind -> names of tensors. Empty lists are no problem."""
+    found = [f"{len(names)} {kind}: {some(names)}" for kind, names in problems.items() if names]
+    named = set(getattr(hf_config, "architectures", None) or ()) - {family_of(hf_config).architecture}
+    found += [f"its configuration names the architecture {', '.join(named)}"] if found and named else []
+    if found:
+        found.append("config.json and tensors must be of one model")
+        raise DataError(f"{path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found))
+
+
+def some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

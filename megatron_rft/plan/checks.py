@@ -180,18 +180,13 @@ def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
     """Return the model's shape (None before its download) and a line that says what the run loads."""
     model = recipe.model
-    folder = model_shape.find_model(model.path)
-    shape = model_shape.read_shape(folder) if folder else None
-    on_hub = not Path(model.path).is_dir()
-    if folder and model.initialise == "pretrained" and not on_hub and not any(folder.glob("*.safetensors")):
-        raise DataError(f"model.path: {folder} has no *.safetensors. For new weights: model.initialise=random")
+    shape = model_shape.find_shape(model.path, loads=model.initialise == "pretrained")
     for judge in recipe.reward.judges():
         model_shape.find_model(judge, "reward.model")
     if model.tokenizer:
         model_shape.find_model(model.tokenizer, "model.tokenizer")
     for option, path in (("model.reference", model.reference), ("critic.path", recipe.critic and recipe.critic.path)):
-        folder_of_other = path and model_shape.find_model(path, option)
-        other = model_shape.read_shape(folder_of_other, option) if folder_of_other else None
+        other = model_shape.find_shape(path, option) if path else None
         if shape and other and (other.vocabulary != shape.vocabulary):
             raise DataError(f"{option}: its vocabulary has {other.vocabulary} tokens, model.path's {shape.vocabulary}")
     weights = "random weights" if model.initialise == "random" else "its weights"

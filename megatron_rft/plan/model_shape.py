@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.families import shapes
-from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
+from megatron_rft.families import checks, shapes
 from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.families.towers import sees
 from megatron_rft.plan.tower import Tower
@@ -41,9 +40,9 @@ class ModelShape:
         self.gemma = family.gemma  # four norms in a layer, and a GELU whose result is kept
         # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence
         # parallelism, why experts cannot be cut
-        self.whole_sequences = whole_sequences(c)
-        self.sequence_parallel = needs_sequence_parallel(c)
-        self.whole_experts = whole_experts(c)
+        self.whole_sequences = checks.whole_sequences(c)
+        self.sequence_parallel = checks.needs_sequence_parallel(c)
+        self.whole_experts = checks.whole_experts(c)
         self.parts = tuple(tuple(shapes.layer_parts(c, i)) for i in range(self.layers))  # by layer
         self.mixture = tuple(any(part.expert for part in layer) for layer in self.parts)  # whether it has experts
         names = [{part.name for part in layer} for layer in self.parts]
@@ -96,16 +95,15 @@ def _cached(name: str, files: Sequence[str]) -> Path | None:
         folder = Path(snapshot_download(name, allow_patterns=list(files), local_files_only=True))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return None
-    whole = (folder / "config.json").is_file()  # missing if another program fetched only the tokenizer
-    return folder if whole else None
+    return folder if (folder / "config.json").is_file() else None  # another program fetched only the tokenizer
 
 
 def is_whole(folder: Path) -> bool:
     """Return whether all weight files of a model are present, judged by name."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
-    return any(folder.glob("*.safetensors"))
+    try:
+        return bool(checks.weight_files(folder))
+    except DataError:
+        return False
 
 
 def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
@@ -117,7 +115,15 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
         raise DataError(f"{option}: {folder / 'config.json'} is not valid JSON: {error}") from None
 
 
-def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
+def find_shape(path: str, option: str = "model.path", loads: bool = True) -> ModelShape | None:
+    """Return the shape of a model; None before its download. If a run `loads` its weights, they are checked against it,
+    by the headers of their files. Of folders only model.path must have them."""
+    folder = find_model(path, option)
+    must = option == "model.path" and Path(path).expanduser().is_dir()
+    return read_shape(folder, option, loads and (must or is_whole(folder))) if folder else None
+
+
+def read_shape(folder: Path, option: str = "model.path", check_weights: bool = False) -> ModelShape:
     config, file = read_config(folder, option), folder / "config.json"
     c = shapes.of_json(config)
     kinds, layers = shapes.first(c, "layer_types"), shapes.first(c, "num_hidden_layers")
@@ -127,8 +133,11 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
             "or leave layer_types out"
         )
     try:
-        if refused := why_unsupported(c):
+        if refused := checks.why_unsupported(c):
             raise DataError(refused)
+        vars(c).setdefault("tie_word_embeddings", True)  # where it is silent, an output matrix may be there
+        if check_weights:
+            checks.StoredTensors(folder, c)
         return ModelShape(config)
     except DataError as error:
         raise DataError(f"{option}: {file}: {error}") from None

@@ -30,10 +30,9 @@ class Search:
         self.recipe, self.own, self.chip, self.fraction = recipe, layout, device(name), fraction
         if device_gib is None:
             raise ConfigError("--search needs --gpu-gib, the memory of one GPU: layouts that do not fit are left out")
-        folder = model_shape.find_model(recipe.model.path)
-        if folder is None:
+        self.bytes, self.s = device_gib * memory.GIB, model_shape.find_shape(recipe.model.path, loads=False)
+        if self.s is None:
             raise ConfigError(f"--search needs config.json of the model: hf download {recipe.model.path} config.json")
-        self.bytes, self.s = device_gib * memory.GIB, model_shape.read_shape(folder)
 
     def candidates(self) -> list[Candidate]:
         """Return the layouts that fit and the recipe's own, the fastest first."""

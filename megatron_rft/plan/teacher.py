@@ -2,7 +2,7 @@
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.plan.layout import Layout, problems
-from megatron_rft.plan.model_shape import ModelShape, find_model, read_shape
+from megatron_rft.plan.model_shape import ModelShape, find_shape
 from megatron_rft.plan.parameters import stage_chunks, total
 from megatron_rft.utils.errors import ConfigError, DataError
 
@@ -13,10 +13,9 @@ def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: 
     Raises:
         UserError: it cannot be this model's teacher.
     """
-    folder = find_model(teacher, "teacher")
-    if folder is None:
+    shape = find_shape(teacher, "teacher")
+    if shape is None:
         return f"teacher: {teacher}, from the Hugging Face hub: not checked yet"
-    shape = read_shape(folder, "teacher")
     if student and shape.vocabulary < student.vocabulary:
         raise DataError(
             f"teacher: the vocabulary of {teacher} has {shape.vocabulary} rows, fewer than the model's "
@@ -34,9 +33,8 @@ def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: 
 
 def weights(teacher: str, layout: Layout, element: int) -> int:
     """Return the bytes of the teacher's weights on the rank that has most; 0 before its download."""
-    folder = find_model(teacher, "teacher")
-    if folder is None:
+    shape = find_shape(teacher, "teacher", loads=False)
+    if shape is None:
         return 0
-    shape = read_shape(folder)
     tower = shape.tower.whole if shape.tower else 0
     return max(total(stage_chunks(shape, layout, i)) + (tower if i == 0 else 0) for i in range(layout.pp)) * element

@@ -21,7 +21,7 @@ from megatron_rft.plan import check, checks
 from megatron_rft.plan.layout import Layout, possible, problems
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.utils.errors import ConfigError, DataError, UserError
-from tests.shapes import json_of, sizes
+from tests.shapes import json_of, sizes, write_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = sorted(
@@ -34,9 +34,7 @@ SHAPE = sizes(4, 128, 4, 2, 384, vocab_size=256, max_position_embeddings=2048, a
 @pytest.fixture
 def recipe(tmp_path):
     """Path of a minimal RL recipe, in a folder with a model."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
-    (tmp_path / "model" / "model.safetensors").touch()
+    write_model(tmp_path / "model", SHAPE)
     path = tmp_path / "rl.yaml"
     model = f"model: {{path: {tmp_path}/model}}"
     path.write_text(
@@ -390,6 +388,34 @@ class TestPlan:
         (recipe.parent / "model" / "model.safetensors").unlink()
         assert "model.initialise=random" in refusal(recipe, world_size=1)
         check(load(recipe, ["model.initialise=random"]))
+
+    @pytest.mark.parametrize("option", ["model.path", "model.reference", "teacher"])
+    def test_weights_of_another_model_are_refused_before_a_run(self, recipe, option):
+        llama, model = SHAPE | {"architectures": ["LlamaForCausalLM"]}, recipe.parent / "other"
+        given = {"model.reference": ["algorithm.kl_coefficient=0.1"], "teacher": ["distil.coefficient=1"]}
+        name = {"teacher": "distil.teacher"}.get(option, option)
+        overrides = [f"{name}={model}", *given.get(option, [])]
+        for content, tensors, problem in (
+            (SHAPE, llama, "8 missing: model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight"),
+            (llama, SHAPE, "8 unexpected: model.layers.0.self_attn.k_norm.weight in model.safetensors, "),
+            (SHAPE, SHAPE | {"intermediate_size": 256}, "mlp.gate_proj.weight (256, 128), config.json says (384, 128)"),
+        ):
+            write_model(model, content, tensors)
+            told = refusal(recipe, *overrides, world_size=1)
+            assert told.startswith(f"{option}: {model}/config.json: {model}: the tensors are not those"), told
+            assert problem in told and "; config.json and tensors must be of one model" in told, told
+        if option == "model.path":
+            check(load(recipe, [*overrides, "model.initialise=random"]))
+            (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+            assert "names files that are not there: 1.safetensors" in refusal(recipe, *overrides, world_size=1)
+        else:
+            (model / "model.safetensors").unlink()  # its config.json is enough to plan
+            check(load(recipe, overrides))
+
+    def test_a_config_that_does_not_say_whether_there_is_an_output_matrix(self, recipe):
+        for tied in (True, False):
+            write_model(recipe.parent / "model", SHAPE, SHAPE | {"tie_word_embeddings": tied})
+            check(load(recipe))
 
     def test_a_hub_name_is_not_checked_but_said(self, recipe, monkeypatch, tmp_path):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

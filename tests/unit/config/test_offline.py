@@ -1,26 +1,19 @@
 """Recipes of the trainers generate and offline: resolved values, and refusals with their messages."""
 
-import json
-
 import pytest
 import yaml
 
 from megatron_rft.config import difference, dump, load
 from megatron_rft.plan import check, check_store_is_there
 from megatron_rft.utils.errors import DataError, UserError
+from tests.shapes import write_model
 from tests.unit.config.test_config import EXAMPLES, SHAPE
-
-
-def write_model(folder):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    (folder / "model.safetensors").touch()
 
 
 @pytest.fixture
 def recipe(tmp_path):
     """Writes a recipe of one trainer, in a folder with a model and a complete store."""
-    write_model(tmp_path / "model")
+    write_model(tmp_path / "model", SHAPE)
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "index.json").touch()
 
@@ -109,7 +102,7 @@ RECIPES = [path for path in sorted((EXAMPLES / "fpa").rglob("*.yaml")) if path.n
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_papers_recipes_pass_a_dry_run(path, tmp_path):
     if made := "miniature" in path.parts:  # whose model is made by its script
-        write_model(tmp_path / "model")
+        write_model(tmp_path / "model", SHAPE)
     given = [f"model.path={tmp_path / 'model'}"] if made else []
     text = str(check(load(path, given), 1 if made else 8))  # a node
     assert "sampling: " in text or "validation: the held-out problems" in text

@@ -1,7 +1,5 @@
 """The teacher of a distillation in the plan: what is refused before a run starts, and the bytes of its weights."""
 
-import json
-
 import pytest
 
 from megatron_rft.commands import main
@@ -11,6 +9,7 @@ from megatron_rft.plan import teacher
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import MemoryPlan
 from megatron_rft.utils.errors import ConfigError
+from tests.shapes import write_model
 from tests.unit.plan.test_memory import CONFIG, WHOLE, path, sizes  # noqa: F401
 
 GRPO = "algorithm={name: grpo, teacher: null}"
@@ -18,13 +17,12 @@ GRPO = "algorithm={name: grpo, teacher: null}"
 
 @pytest.fixture
 def options(path):  # noqa: F811
-    (path.parent / "teacher").mkdir()
     write(path, {})
     return [f"algorithm={{name: distil, teacher: {path.parent}/teacher}}"]
 
 
 def write(path, change):  # noqa: F811
-    (path.parent / "teacher/config.json").write_text(json.dumps(CONFIG | change))
+    write_model(path.parent / "teacher", CONFIG | change)
 
 
 def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
@@ -34,8 +32,7 @@ def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
 
 
 def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):  # noqa: F811
-    (path.parent / "other").mkdir()
-    (path.parent / "other/config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 32}))
+    write_model(path.parent / "other", CONFIG | {"intermediate_size": 32})
     both = f"algorithm.teacher={{a: {path.parent}/teacher, b: {path.parent}/other}}"
     options = [*options, both, "data.teacher_field=kind", "model.precision=bf16"]
     memory = MemoryPlan(load(path, options), sizes(path), Layout(1, 1, 1, 1, 1, 1))
