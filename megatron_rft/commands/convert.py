@@ -69,13 +69,10 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
 
 def _model_of(folder: Path, like: str | None, dash: str) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
-    if like:
-        return Path(like), Path(like)
-    if (folder / "config.json").is_file():
-        return folder, folder
     export, stored = folder.parent.parent / "export", folder.parent.parent / RECIPE_FILE
-    if (export / "config.json").is_file():  # the run may have been moved away from its model
-        return export, export
+    for place in (Path(like or folder), export):  # the run of an export may have been moved away from its model
+        if like or (place / "config.json").is_file():
+            return place, place
     if not stored.is_file():
         raise DataError(
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "

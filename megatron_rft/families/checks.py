@@ -21,8 +21,7 @@ MULTIPLIER = re.compile(r"\w+_(multiplier|scaling|scale)|scale_(emb|depth)")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
 WRAPPED = re.compile(r"(model\.language_model|language_model\.model)\.")  # the text model's, in a model that also sees
-BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
-BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
+BESIDE = re.compile(r"mtp\.|model\.visual\.|(model\.)?(vision_tower|multi_modal_projector)\.")
 SEEN = re.compile(r"(model\.)?visual\.")
 
 
@@ -206,7 +205,10 @@ class StoredTensors:
         more = [name for name in self.files if name not in expected and not name.endswith(ignored)]
         self.skipped = [name for name in more if is_beside(name, hf_config.num_hidden_layers)]
         self.turned = [name for name in expected if self.shapes.get(name, expected[name]) != expected[name]]
-        wrong = [name for name in self.turned if self.shapes[name] != self._turned(expected[name])]
+        # transformers 5 saves stacked experts [E, in, out] of Qwen3-VL as [E, out, in]
+        stacked = [each for each in expected.items() if self.family.tower and len(each[1]) == 3]
+        turned = {name: (count, columns, rows) for name, (count, rows, columns) in stacked}
+        wrong = [name for name in self.turned if self.shapes[name] != turned.get(name)]
         problems = {
             "missing": [name for name in expected if name not in self.files],
             "unexpected": [f"{name} in {self.files[name][0]}" for name in more if name not in self.skipped],
@@ -214,16 +216,12 @@ class StoredTensors:
         }
         raise_on_problems(self.path, hf_config, problems)
 
-    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of stacked experts [E, in, out] as transformers 5 saves those of Qwen3-VL: [E, out, in]."""
-        return (shape[0], *shape[:0:-1]) if self.family.tower and len(shape) == 3 else shape
-
 
 def is_beside(name: str, layers: int) -> bool:
     """Return whether a tensor is of a published model's other parts: its vision tower, or its layers that predict
     further tokens, which come after the `layers` of the model."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return name.startswith(BESIDE) or bool(layer and int(layer[1]) >= layers)
+    return bool(BESIDE.match(name) or (layer and int(layer[1]) >= layers))
 
 
 def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
