@@ -15,9 +15,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal, Required
 
 from aiohttp import web
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from megatron_rft.environments import dialects
 from megatron_rft.environments.dialects import Dialect
@@ -27,6 +30,20 @@ from megatron_rft.environments.turns import named, plain
 KEEP_ALIVE_S = 5.0
 LARGEST = 64 << 20  # bytes of a request
 PASSES = 16  # of the loop: twice as many as from a connection to its request for a turn
+# The forms of a request in any dialect, and of what it becomes in that of chat completions; other fields pass.
+FORM = partial(TypedDict, "Form", total=False)
+UNLESS_TEXT = BeforeValidator(lambda given: [] if isinstance(given, str) else given)
+TEXT = Annotated[str, Field(min_length=1)]
+ITEMS = list[FORM({"content": Annotated[list[FORM({"text": str | None})], UNLESS_TEXT] | None})]
+FIELDS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n"), Annotated[int, Field(ge=1)])
+FIELDS |= dict.fromkeys(("stop", "stop_sequences"), Annotated[list[TEXT], UNLESS_TEXT]) | {"include": list}
+FIELDS |= dict.fromkeys(("stream_options", "text", "output_config"), dict) | {"stream": bool, "logprobs": bool}
+FORMS = {"messages": ITEMS, "input": Annotated[ITEMS, UNLESS_TEXT], "tools": list[dict] | None}
+REQUEST = TypeAdapter(FORM(FORMS | {name: kind | None for name, kind in FIELDS.items()}))
+FUNCTION = FORM({"name": Required[TEXT], "parameters": FORM({"properties": dict | None}) | None})
+TOOL = FORM({"type": Literal["function"], "function": Required[FUNCTION]})
+MESSAGE = FORM({"role": Required[str], "tool_calls": list[FORM({"function": Required[dict]})] | None})
+ASKED = TypeAdapter(FORM({"messages": Required[list[MESSAGE]], "tools": list[TOOL] | None}))
 # They change the distribution of the policy, or ask for what the engine does not return. What changes nothing passes.
 REFUSED: dict[str, tuple] = {
     **dict.fromkeys(("logit_bias", "logits_processors", "bad_words", "allowed_token_ids", "stop_token_ids"), ({}, [])),
@@ -135,9 +152,10 @@ class Endpoint:
             episode, raw = self._episode(request), await request.read()
             try:
                 body = json.loads(raw)
+                check_form(REQUEST, body)
                 asked = dialect.asked(body)
+                check_form(ASKED, asked)
                 messages = named([plain(message) for message in asked["messages"]])
-                check_values(body, asked.get("tools") or [])
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
             reply = self._reply(episode, request, raw, asked, messages)
@@ -251,26 +269,14 @@ class Endpoint:
         return answer
 
 
-def check_values(body: dict, tools: list) -> None:
-    """Raise ValueError for what cannot be used."""
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
-        if (value := body.get(name)) is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} must be a whole number from 1 on, or absent, not {value!r:.40}")
-    for name, kind in {"stream": bool, "logprobs": bool, "stream_options": dict}.items():
-        if not isinstance(body.get(name), kind | None):
-            raise ValueError(f"{name} must be a {kind.__name__}, or absent, not {body[name]!r:.40}")
-    for name in ("stop", "stop_sequences"):
-        texts = [given] if isinstance(given := body.get(name) or [], str) else given
-        if not (isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)):
-            raise ValueError(f"{name} must be a text or a list of texts, none of them empty, not {given!r:.40}")
-    for place, tool in enumerate(tools):
-        match tool:
-            case {"function": {"name": str(name), **about}} if name and tool.get("type", "function") == "function":
-                schema = about.get("parameters") or {}
-                if isinstance(schema, dict) and isinstance(schema.get("properties") or {}, dict):
-                    continue
-        what = "a function with a name, whose parameters and their properties are objects"
-        raise ValueError(f"tools[{place}] must be {what}, not {tool!r:.80}")
+def check_form(form: TypeAdapter, value: Any) -> None:
+    """Raise ValueError for what cannot be used, with its place."""
+    try:
+        form.validate_python(value, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"])
+        raise ValueError(f"{place[1:] or 'it'}: {wrong['msg']} (given: {wrong['input']!r:.40})") from None
 
 
 def refusal(error: Exception) -> Refused:

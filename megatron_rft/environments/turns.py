@@ -105,14 +105,9 @@ def _segment(turns: list[PolicyTurn]) -> Response:
 
 
 def plain(message: dict[str, Any]) -> Message:
-    """A message as a chat template takes it: a text or parts, and calls whose arguments are objects.
-
-    Raises:
-        ValueError: it has something else than text and images, or no role.
-    """
-    if not isinstance(role := message["role"], str):
-        raise ValueError(f"the role of a message must be a text, not {role!r:.40}")
-    role = "system" if role == "developer" else role
+    """A message as a chat template takes it: a text or parts, and calls whose arguments are objects. Raises ValueError
+    for something else than text and images."""
+    role = "system" if message["role"] == "developer" else message["role"]
     kept: dict[str, Any] = {"role": role, "content": content_of(message.get("content"))}
     if not all(part.get("image", "data:").startswith("data:") for part in kept["content"] if isinstance(part, dict)):
         raise ValueError("an image of a request is a data URL: data:image/png;base64,...")
