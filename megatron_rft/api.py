@@ -187,7 +187,7 @@ def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Callbacks =
         error = _followed(process, folder, callbacks)
     if process.returncode not in (FINISHED, STOPPED):
         kind = UserError if process.returncode == USER_ERROR else RunFailed
-        raise kind(error.replace("--nproc", "nproc") or f"the run ended with status {process.returncode}")
+        raise kind(error or f"the run ended with status {process.returncode}")
     return folder
 
 

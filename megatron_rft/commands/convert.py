@@ -20,14 +20,14 @@ from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 
 
-def find_source(path: str, like: str | None = None, option: str = "source", dash: str = "") -> SourceCheckpoint:
+def find_source(path: str, like: str | None = None, option: str = "source") -> SourceCheckpoint:
     """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
     whose newest checkpoint is used.
 
-    `like`: a folder or hub name with config.json and the tokenizer, if the checkpoint has none; of adapters the model
-    that they belong to. For messages: `option`, the argument with the path, and the `dash` before `like`.
+    `option`: the argument with the path, for messages. `like`: a folder or hub name with config.json and the tokenizer,
+    if the checkpoint has none; of adapters the model that they belong to.
     """
-    like = like and str(model_folder(like, f"{dash}like"))
+    like = like and str(model_folder(like, "like"))
     if (Path(path).expanduser() / lora.CONFIG).is_file():
         raise DataError(f"{path} has adapters alone: PEFT's merge_and_unload makes a model of them and their base")
     folder = _checkpoint_in(Path(path).expanduser())
@@ -37,7 +37,7 @@ def find_source(path: str, like: str | None = None, option: str = "source", dash
         folder = model_folder(path, option)
         companions = Path(like) if like else folder
         return SourceCheckpoint(folder, "hf", load_config(companions), companions)
-    model, companions = _model_of(folder, like, dash)
+    model, companions = _model_of(folder, like)
     return SourceCheckpoint(folder, "megatron", load_config(model), companions)
 
 
@@ -67,7 +67,7 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
     return SourceCheckpoint(folder, "megatron", hf_config, build.tokenizer_folder(model), merged)
 
 
-def _model_of(folder: Path, like: str | None, dash: str) -> tuple[Path, Path]:
+def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     export, stored = folder.parent.parent / "export", folder.parent.parent / RECIPE_FILE
     for place in (Path(like or folder), export):  # the run of an export may have been moved away from its model
@@ -75,38 +75,38 @@ def _model_of(folder: Path, like: str | None, dash: str) -> tuple[Path, Path]:
             return place, place
     if not stored.is_file():
         raise DataError(
-            f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "
-            f"{dash}like, a folder or hub name of a model of the same architecture"
+            f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Name "
+            "a model of the same architecture as `like`, by its folder or hub name"
         )
     recipe = load_saved(stored)
     try:
         return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
-        raise DataError(f"{error} (from {stored}); if it was moved, give {dash}like") from None
+        raise DataError(f"{error} (from {stored}); if it was moved, name it as `like`") from None
 
 
 def run(args: argparse.Namespace) -> int:
-    report = convert(args.source, args.out, args.to, args.like, "--")
+    report = convert(args.source, args.out, args.to, args.like)
     if report is not None:
         print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
         print(f"digest of the model: {report.digest}")
     return FINISHED
 
 
-def convert(path: str, out: Path, to: str | None = None, like: str | None = None, dash: str = "") -> Conversion | None:
-    """Convert the checkpoint at `path`. Returns None for adapters in PEFT's format. `dash`: as of `find_source`."""
-    source = find_source(path, like, dash=dash)
+def convert(path: str, out: Path, to: str | None = None, like: str | None = None) -> Conversion | None:
+    """Convert the checkpoint at `path`. Returns None for adapters in PEFT's format."""
+    source = find_source(path, like)
     if refused := why_unsupported(source.hf_config):
         raise DataError(f"{source.path}: {refused}")
     to = to or ("megatron" if source.format == "hf" else "hf")
     print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
-    return write_peft(source, out, like, dash) if to == "peft" else conversion.convert(source, out, to)
+    return write_peft(source, out, like) if to == "peft" else conversion.convert(source, out, to)
 
 
-def write_peft(source: SourceCheckpoint, out: Path, like: str | None, dash: str) -> None:
+def write_peft(source: SourceCheckpoint, out: Path, like: str | None) -> None:
     """Write the adapters of a run's checkpoint in PEFT's format, and read them back."""
     if source.merged is None or not isinstance(source.merged.adapters, AdapterCheckpoint):
-        raise ConfigError(f"{dash}to peft: source must be a run, or a checkpoint in its folder, that trains adapters")
+        raise ConfigError("to: peft needs a source that trains adapters: a run, or a checkpoint in its folder")
     trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
     model = recipe.model.model_copy(update={"path": like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)

@@ -41,19 +41,19 @@ Weights = list[list[str | int]]
 
 
 def run(args: argparse.Namespace) -> int:
-    results, out = evaluate(args.loaded, args.model, args.like, args.out, "--")
+    results, out = evaluate(args.loaded, args.model, args.like, args.out)
     print("\n".join([table(results), *(unjudged(each.summary()) for each in results if each.errors)]))
     print(f"results and completions: {out}")
     return FINISHED
 
 
 def evaluate(
-    recipe: Recipe, name: str | None = None, like: str | None = None, out: Path | None = None, dash: str = ""
+    recipe: Recipe, name: str | None = None, like: str | None = None, out: Path | None = None
 ) -> tuple[list[EvalResult], Path]:
     """Evaluate a model on data.validation, data.test and the benchmarks, with the recipe's tokenizer. Returns the
-    results, and the folder with them and the completions. `dash`: before the names of arguments in messages."""
+    results, and the folder with them and the completions."""
     name = name or str(Path(recipe.run.output_dir) / "export")
-    source = find_source(name, like, f"{dash}model", dash)
+    source = find_source(name, like, "model")
     # `check` requires *.safetensors, which a Megatron checkpoint does not have, unless weights are random.
     initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
     given = recipe.model.model_copy(update={"path": str(source.companions), "initialise": initialise})
@@ -61,12 +61,12 @@ def evaluate(
     check(recipe, starts=True)
     named = Path(name).name if source.format == "hf" else source.path.name
     folder = out or Path(recipe.run.output_dir) / "evaluation" / named
-    check_writable(folder, f"{dash}out")
+    check_writable(folder, "out")
     tokenizer = build.load_tokenizer(recipe.model)
     problems = Problems(recipe.data, recipe.environment, recipe.evaluation.benchmarks)
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
     loaded = {part: problems.prompts(part, tokenizer) for part in parts_of(recipe.data, recipe.evaluation)}
-    make_folder(folder, f"{dash}out")
+    make_folder(folder, "out")
     model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}

@@ -282,5 +282,5 @@ def check_environment(nproc: int | None) -> tuple[int, int, Node]:
         return nproc * node.count, nproc, node
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc not in (None, world) and PARENT not in os.environ:
-        raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
+        raise ConfigError(f"nproc {nproc}: a launcher has started {world} ranks already: leave it out")
     return world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), Node()  # a launcher without it runs on one node

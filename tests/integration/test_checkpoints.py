@@ -72,7 +72,7 @@ def test_a_run_whose_model_is_gone(run, tmp_path, capsys):
     recipe = tmp_path / "run/recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(run / "model"), str(tmp_path / "moved")))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "if it was moved, give --like" in capsys.readouterr().err
+    assert "if it was moved, name it as `like`" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--like", str(run / "model")]) == 0
 
 

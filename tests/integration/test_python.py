@@ -123,27 +123,27 @@ def test_refusals_are_those_of_the_command_line(tmp_path):
         rft.trian  # noqa: B018
 
 
-def test_an_argument_is_named_as_its_interface_names_it(tmp_path, capsys, monkeypatch):
+def test_an_argument_is_named_in_both_interfaces(tmp_path, capsys, monkeypatch):
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
     model, alone, file = str(tmp_path / "model"), tmp_path / "alone", str(recipe / "x")
     other = str(shutil.copytree(model, tmp_path / "other"))
     alone.mkdir()
     (alone / "a.distcp").touch()
     for places, options, problem in (
-        ([recipe], {"model": "nope"}, "{}model: there is no such model folder, nope"),
-        ([recipe], {"model": model, "like": "nope"}, "{}like: there is no such model folder, nope"),
-        ([recipe], {"model": model, "like": other, "out": file}, "{}out: .* is not a folder. Choose another {}out$"),
+        ([recipe], {"model": "nope"}, "model: there is no such model folder, nope"),
+        ([recipe], {"model": model, "like": "nope"}, "like: there is no such model folder, nope"),
+        ([recipe], {"model": model, "like": other, "out": file}, "out: .* is not a folder. Choose another out$"),
         (["nope", out], {}, "source: there is no such model folder, nope"),
-        ([model, out], {"like": "nope"}, "{}like: there is no such model folder, nope"),
-        ([model, out], {"to": "peft"}, "{}to peft: source must be a run"),
-        ([alone, out], {}, "has no config.json, .* Give {}like, a folder"),
+        ([model, out], {"like": "nope"}, "like: there is no such model folder, nope"),
+        ([model, out], {"to": "peft"}, "to: peft needs a source that trains adapters"),
+        ([alone, out], {}, "has no config.json, .* as `like`, by its folder"),
     ):
         command = "convert" if out in places else "evaluate"
-        with pytest.raises(UserError, match=problem.format("", "")):
+        with pytest.raises(UserError, match=problem):
             getattr(rft, command)(*places, **options)
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         assert main([command, *map(str, places), *words]) == 2
-        assert re.search(problem.format("--", "--"), capsys.readouterr().err.strip()), problem
+        assert re.search(problem, capsys.readouterr().err.strip()), problem
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="^nproc 3: a launcher has started 2 ranks"):

@@ -208,7 +208,7 @@ def test_evaluate_measures_a_folder(tmp_path, capsys):
     assert len(lines) == 6 and len(json.loads(lines[0])["text"]) > 0
     refused = ["--out", "/proc/out"]  # which access(2) calls writable
     assert main.main(["evaluate", str(path), "--model", str(model), *refused]) == 2
-    assert "error: --out: /proc/out cannot be made" in capsys.readouterr().err
+    assert "error: out: /proc/out cannot be made" in capsys.readouterr().err
 
 
 SWALLOWED = """
