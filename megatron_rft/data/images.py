@@ -5,7 +5,6 @@ pixels and of the number of image tokens. PIL decodes; torchvision is not needed
 """
 
 import base64
-import binascii
 import hashlib
 import io
 import json
@@ -96,12 +95,15 @@ class ImageReader:
         DataError."""
         sources, images = [], []
         for number, each in enumerate(values, 1):
+            source = None
             try:
-                sources.append(encoded(source_of(each)) if now else source_of(each))
+                source = source_of(each)
+                sources.append(encoded(source) if now else source)
                 images.append(decoded(sources[-1]))
             except (ValueError, OSError) as error:
                 which = f"image {number} of " if len(values) > 1 else ""
-                raise DataError(f"{place}{which}{what} {error}") from None
+                file = f" ({source})" if isinstance(source, Path) else ""
+                raise DataError(f"{place}{which}{what}{file} {error}") from None
         try:
             grids = tuple(map(tuple, self.process(images)["image_grid_thw"].tolist())) if images else ()
         except ValueError as error:  # such as an extreme aspect ratio
@@ -134,9 +136,10 @@ def source_of(value: Any) -> Source:
         raise ValueError(f"has {type(value).__name__} instead of an image: bytes, a path or base64")
     if os.path.isfile(path := os.path.expanduser(value)):  # False for what is too long to be a path
         return Path(path)
+    data = "".join(value.split())  # programs break its lines
     try:
-        return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
-    except (binascii.Error, ValueError):
+        return base64.b64decode(data.partition(",")[2] if data.startswith("data:") else data, validate=True)
+    except ValueError:
         raise ValueError(f"names no file, and is no base64: {value[:60]!r}") from None
 
 
@@ -165,8 +168,7 @@ def encoded(source: Source) -> bytes:
 def decoded(source: Source) -> Image.Image:
     """An RGB image, turned as its EXIF says, on white. Raises ValueError, as `source_of`."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images, which are refused below
+        with warnings.catch_warnings(action="ignore"):  # of large images, which are refused below
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(f"has an image of {image.width} x {image.height}: more than {MOST_PIXELS} pixels")

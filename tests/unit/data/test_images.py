@@ -72,6 +72,7 @@ def test_every_form_of_a_column(tokenizer, tmp_path):
     text = base64.b64encode(RED).decode()
     path = str(tmp_path / "red.png")
     forms = [RED, path, text, f"data:image/png;base64,{text}", {"bytes": RED, "path": None}, {"path": path}, [RED]]
+    forms += [base64.encodebytes(RED).decode(), f"data:image/png;base64,{base64.encodebytes(RED).decode()}"]
     found = prompts(tokenizer, *({"question": "What?", "image": form} for form in forms))
     assert {prompt.images.grids for prompt in found} == {((1, 2, 4),)}
     assert len({prompt.images.digest for prompt in found}) == len({prompt.token_ids for prompt in found}) == 1
@@ -144,6 +145,18 @@ def test_a_broken_image_is_refused_with_row_and_column(tokenizer, value, words):
     with pytest.raises(DataError, match=f"rows: row 2: (the column 'image' )?({words})") as raised:
         prompts(tokenizer, {"question": "a", "image": RED}, {"question": "b", "image": value})
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"hello", "is no image of a known format"), (b"", "is no image"), (RED[:60], "has an image that cannot be dec")],
+)
+def test_a_broken_file_is_named(tokenizer, tmp_path, content, words):
+    file = tmp_path / "red.png"
+    file.write_bytes(content)
+    for value, which in ((str(file), ""), ([RED, {"path": str(file)}], "image 2 of ")):
+        with pytest.raises(DataError, match=rf"rows: row 1: {which}the column 'image' \({file}\) {words}"):
+            prompts(tokenizer, {"question": "a", "image": value})
 
 
 @pytest.mark.parametrize("count", [90, 300, 3000, 30000])
