@@ -4,6 +4,7 @@ A run is a process of its own, so that a notebook keeps its memory and its signa
 RUN/metrics.jsonl, its output through a pipe.
 """
 
+import inspect
 import math
 import os
 import signal
@@ -165,8 +166,12 @@ def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Callbacks =
 
     train.check_command(recipe.trainer, command)
     check(recipe, argument("nproc", Count | None, nproc) or 1, starts=True)
-    if callable(callbacks) or not all(map(callable, callbacks)):
-        raise ConfigError(f"callbacks: {callbacks!r:.80} is not a list of functions of step and metrics")
+    try:
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            inspect.signature(callback).bind(0, {})
+    except (TypeError, ValueError):
+        raise ConfigError(f"callbacks: {callbacks!r:.80} is not a list of functions of step and metrics") from None
     if callbacks and recipe.tracking.progress == "none":
         raise ConfigError("tracking.progress: none, but callbacks follow the lines of the steps: leave it out")
     folder = Path(recipe.run.output_dir)
@@ -232,5 +237,5 @@ class _Steps:
                 self.since = record["time"]
                 metrics = {name: math.nan if value is None else value for name, value in record.items()}
                 del metrics["step"], metrics["time"]
-                stop |= any([callback(record["step"], metrics) is True for callback in self.callbacks])
+                stop |= "True" in [str(callback(record["step"], metrics)) for callback in self.callbacks]  # numpy's too
         return stop

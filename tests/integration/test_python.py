@@ -31,7 +31,8 @@ def broken(prompt, text):
 def test_train_evaluate_and_read(tmp_path, capfd):
     recipe, seen = write_recipe(tmp_path, run={"steps": 3}), []
     assert rft.train(recipe).steps == 3
-    run = rft.train(recipe, callbacks=[lambda step, metrics: seen.append((step, metrics))], run={"steps": 5})
+    callbacks = (call for call in [lambda step, metrics: seen.append((step, metrics))])
+    run = rft.train(recipe, callbacks=callbacks, run={"steps": 5})
     assert [step for step, _ in seen] == [4, 5] and seen[-1][1]["reward/mean"] == run.of("reward/mean")[1][-1]
     assert run.metrics["step"] == [0, 1, 2, 3, 4, 5] and len(run.metrics["reward/mean"]) == 6 and run.samples
     (result,) = rft.evaluate(recipe, evaluation={"samples": 2})
@@ -41,7 +42,7 @@ def test_train_evaluate_and_read(tmp_path, capfd):
 
 def test_code_of_this_session_and_an_early_end(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, run={"steps": 5000})
-    run = rft.train(recipe, reward={"kind": "own", "function": right}, callbacks=[lambda step, _: step >= 2])
+    run = rft.train(recipe, reward={"kind": "own", "function": right}, callbacks=[lambda step, _: np.int64(step) >= 2])
     assert 2 <= run.steps < 5000 and list((tmp_path / "run/checkpoints").iterdir())
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"held cannot be sent to the processes of a run .*%%writefile my_code.py"):
@@ -99,8 +100,9 @@ def test_arguments_of_a_wrong_type_are_refused(tmp_path):
                 function(recipe, nproc=nproc)
     with pytest.raises(ConfigError, match="gpu_gib: 0 is not above 0"):
         rft.plan(recipe, gpu_gib=0)
-    with pytest.raises(ConfigError, match="callbacks: .* is not a list of functions of step and metrics"):
-        rft.train(recipe, callbacks=right)
+    for callbacks in (right, None, [None], [lambda step: True], [lambda step, metrics, more: True]):
+        with pytest.raises(ConfigError, match="callbacks: .* is not a list of functions of step and metrics"):
+            rft.train(recipe, callbacks=callbacks)
     with pytest.raises(ConfigError, match="tracking.progress: none, but callbacks follow the lines of the steps"):
         rft.train(recipe, callbacks=[right], tracking={"progress": "none"})
     with pytest.raises(ConfigError, match="recipe: 3 is neither a file's path, nor options by section"):
