@@ -84,7 +84,7 @@ def _returned(code: str, split: str, limit: int | None) -> Iterator[Row]:
         raise
     except Exception as error:
         place = user_code.place(error)
-        raise DataError(f"{code}: {type(error).__name__}: {first_line(error)} ({place})") from None
+        raise DataError(f"{code}(split, limit): {type(error).__name__}: {first_line(error)} ({place})") from None
 
 
 def _sliced(rows: Iterator[Row], cut: str | None, source: str) -> tuple[Iterable[Row], int, int | None]:

@@ -12,7 +12,7 @@ from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, 
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.environments.tools import schemas
-from megatron_rft.utils.errors import DataError, did_you_mean
+from megatron_rft.utils.errors import DataError, UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Problems:
 
     @contextmanager
     def _named(self, part: str) -> Iterator[None]:
-        """Put the part's option in front of a DataError."""
+        """Put the part's option in front of an error."""
         try:
             yield
-        except DataError as error:
+        except UserError as error:
             section = "evaluation.benchmarks" if part in self.benchmarks else "data"
-            raise DataError(f"{section}.{part}: {error}") from None
+            raise type(error)(f"{section}.{part}: {error}") from None

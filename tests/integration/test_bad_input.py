@@ -26,6 +26,13 @@ def test_missing_field_lists_the_fields_there_are(tmp_path, capsys):
     assert "'qestion'" in error and "'question', 'answer'" in error and "Did you mean 'question'?" in error
 
 
+def test_a_missing_function_of_rows_is_named_with_its_option(tmp_path, capsys):
+    file = tmp_path / "make_rows.py"
+    file.write_text("def rows(split, limit):\n    return []\n")
+    error = refused(capsys, write_recipe(tmp_path, data={"train": f"{file}:row"}))
+    assert f"error: data.train: path: {file} has no row. Did you mean 'rows'?" in error
+
+
 def test_empty_data_set(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     (tmp_path / "train.jsonl").write_text("\n")

@@ -67,6 +67,7 @@ def test_rows_of_a_function(tmp_path):
         "    return [{'question': split, 'number': n} for n in range(limit or 10)] * (split != 'none')\n"
         "def lists(split, limit):\n    return [[1]]\n"
         "def fails(split, limit):\n    return {}[split]\n"
+        "def takes_one(split):\n    return []\n"
     )
     assert load_rows(f"{file}:rows", limit=3)[2] == {"question": "train", "number": 2}
     assert [row["number"] for row in load_rows(f"{file}:rows", "dev[80%:]")] == [8, 9]
@@ -75,7 +76,8 @@ def test_rows_of_a_function(tmp_path):
         ("none", "dev", "made.py has no none"),
         ("rows", "none", "the data set is empty"),
         ("lists", "dev", r"TypeError: a row is a dict with named fields, not \[1\]"),
-        ("fails", "dev", r"made.py:fails: KeyError: 'dev' \(made.py, line 6\)"),
+        ("fails", "dev", r"made.py:fails\(split, limit\): KeyError: 'dev' \(made.py, line 6\)"),
+        ("takes_one", "dev", r"made.py:takes_one\(split, limit\): TypeError: takes_one\(\) takes 1 positional"),
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             load_rows(f"{file}:{name}", split)
