@@ -172,8 +172,8 @@ class Score:
             for name in ("reward", "shaping"):
                 object.__setattr__(self, name, number(getattr(self, name)))
             if self.correct is not None:
-                object.__setattr__(self, "correct", bool(number(self.correct)))
-        except TypeError as error:
+                object.__setattr__(self, "correct", {0: False, 1: True}[number(self.correct)])
+        except (KeyError, TypeError) as error:
             raise CodeError(f"Score: {error}: reward and shaping are numbers, correct is True, False or None") from None
         object.__setattr__(self, "reason", str(self.reason or ""))
 

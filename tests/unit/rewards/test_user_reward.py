@@ -176,6 +176,12 @@ def test_a_score_of_words_is_refused(rewards):
         rewards("words")([PROMPT], ["x"])
 
 
+@pytest.mark.parametrize("correct", [0.5, 2, math.nan, "yes"])
+def test_correct_is_true_or_false(correct):
+    with pytest.raises(CodeError, match="Score: .*: reward and shaping are numbers, correct is True, False or None"):
+        Score(1.0, correct=correct)
+
+
 def test_random_numbers_depend_on_problem_and_response_alone(rewards):
     drawn = [score.reward for score in rewards("draws")([PROMPT, PROMPT, OTHER], ["a", "b", "a"])]
     assert len(set(drawn)) == 3
