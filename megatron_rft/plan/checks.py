@@ -85,7 +85,7 @@ def check(
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
     gpu_defaults = plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))
     score, kinds = getattr(recipe.environment, "score", None), {each.kind: 0 for each in recipe.reward.everything()}
-    given = recipe.algorithm.model_dump(exclude_unset=True)  # by the recipe: what a base says shows here too
+    given = {"name": recipe.algorithm.name} | recipe.algorithm.model_dump(exclude_unset=True)  # also by a base
     lines = [
         model_line,
         *adapters,

@@ -84,7 +84,7 @@ def find_model(path: str, option: str = "model.path", files: Sequence[str] = ("c
     if HUB_NAME.fullmatch(path) and not folder.parent.is_dir():
         return _cached(path, files)
     near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-    raise DataError(f"{option}: there is no such model folder, {path}.{did_you_mean(str(folder), near)}")
+    raise DataError(f"{option}: there is no such model folder, {folder.absolute()}.{did_you_mean(str(folder), near)}")
 
 
 def _cached(name: str, files: Sequence[str]) -> Path | None:

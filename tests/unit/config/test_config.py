@@ -319,6 +319,8 @@ class TestPlan:
         assert "global batch: 256 responses = 32 prompts x 8" in plan.lines
         assert "layout: TP 1 x PP 1 x CP 1 x DP 2 = 2 ranks" in plan.lines
         assert "updates: 8 optimizer steps = 4 x 8 prompts x 2 epochs" in plan.lines and plan.layout.dp == 2
+        assert "algorithm: name grpo, mini_batch_prompts 8, epochs 2" in plan.lines
+        assert "algorithm: name grpo" in check(load(recipe, ["algorithm={}"])).lines
         assert any(line.startswith("schedule: 80 optimizer steps in 10 steps") for line in plan.lines)
 
     @pytest.mark.parametrize(
@@ -355,6 +357,7 @@ class TestPlan:
             ("optimizer.lr_warmup_steps=11", 1, "11 is beyond the run's optimizer steps, 10"),
             ("data.train=/none/such.jsonl", 1, "data.train: there is no such file"),
             ("model.path=/none/model", 1, "there is no such model folder"),
+            ("model.path=no/such/model", 1, f"no such model folder, {Path.cwd()}/no/such/model."),
             ("model.tokenizer=/none/model", 1, "model.tokenizer: there is no such"),
             ("model.vision=trained", 1, "has no vision tower to train: leave it out"),
         ],
