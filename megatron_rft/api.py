@@ -167,8 +167,7 @@ def _run(command: str, recipe: Recipe, nproc: int | None, callbacks: Callbacks =
     train.check_command(recipe.trainer, command)
     check(recipe, argument("nproc", Count | None, nproc) or 1, starts=True)
     try:
-        callbacks = list(callbacks)
-        for callback in callbacks:
+        for callback in (callbacks := list(callbacks)):
             inspect.signature(callback).bind(0, {})
     except (TypeError, ValueError):
         raise ConfigError(f"callbacks: {callbacks!r:.80} is not a list of functions of step and metrics") from None

@@ -9,7 +9,7 @@ from typing import Literal
 
 RewardKind = Literal["math", "code", "tool", "choice", "model"]
 
-CODE = re.compile(r"(?P<file>.+\.py):\w+")  # a function that makes rows
+CODE = re.compile(r".+\.py:\w+|session:.+")  # a function that makes rows
 HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 TABLES = (".parquet", ".arrow")

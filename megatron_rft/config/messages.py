@@ -57,8 +57,7 @@ def shown(value) -> str:
 
 def hint(name: str, known: Iterable[str]) -> str:
     """The known name that a wrong one may mean, else all of them; a sentence that begins with a space."""
-    known = list(known)
-    return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."
+    return did_you_mean(name, known := list(known)) or f" There are: {', '.join(known) or 'none'}."
 
 
 def many(count: int, what: str) -> str:

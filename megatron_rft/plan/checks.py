@@ -23,7 +23,7 @@ from megatron_rft.plan.engines import check_engines, check_speed, engine_process
 from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import check_vllm, choose, choose_for
-from megatron_rft.utils import device
+from megatron_rft.utils import device, user_code
 from megatron_rft.utils.errors import ConfigError, DataError, did_you_mean
 
 NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes them"
@@ -244,11 +244,13 @@ def check_store_is_there(recipe: Recipe) -> None:
 
 def _check_path(option: str, path: str) -> None:
     code = CODE.fullmatch(path)
-    place = Path(code["file"] if code else path)
+    place = (code and user_code.source(path)) or Path(path)
     if place.is_dir():
         if not any(suffix_of(file.name) for file in place.rglob("*")):
             raise DataError(f"{option}: the folder {path} has no {READ} file")
     elif not place.exists():
+        if path.startswith(user_code.SESSION):
+            user_code.load(path, option)  # says what to do
         near = [*DATASETS, *(str(file) for file in place.parent.glob("*"))]
         hub = f" On the Hugging Face hub? Write {HUB}{path}" if HUB_NAME.fullmatch(HUB + path) else ""
         raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")

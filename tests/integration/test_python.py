@@ -59,6 +59,19 @@ def test_code_of_this_session_and_an_early_end(tmp_path, monkeypatch):
         rft.train(recipe, run={"output_dir": str(tmp_path / "b")}, reward={"kind": "own", "function": broken})
 
 
+def test_rows_of_this_session(tmp_path, monkeypatch):
+    def rows(split, limit):
+        return [{"question": f"{number}", "answer": "97"} for number in range(limit or 8)]
+
+    data = {"train": rows, "test": {"path": rows, "limit": 3}}
+    recipe = rft.load(write_recipe(tmp_path, run={"steps": 1}), data=data)
+    run = rft.train(recipe)
+    assert run.steps == 1 and all(sample["answer"] == "97" for sample in run.samples[-1]["samples"])
+    monkeypatch.setenv(user_code.FOLDER, str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="data.train: rows is of a Python session that has ended: give it again"):
+        rft.plan(recipe)
+
+
 def test_functions_of_one_name_stay_apart(tmp_path):
     def times(factor):
         def reward(prompt, text: str) -> float:
