@@ -5,11 +5,9 @@ utils/errors.py has the exit statuses; Ctrl-C before there is anything to save e
 """
 
 import argparse
-import logging
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 from megatron_rft.commands import doctor
@@ -20,24 +18,12 @@ from megatron_rft.launching.job import Job
 from megatron_rft.utils.errors import USER_ERROR, exit_status
 from megatron_rft.utils.late_imports import lean_import
 
-# Warnings of torch and megatron-core on every rank about which users can do nothing.
-NOISE = (
-    ".*Apex (is|are) not installed",
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    "`torch.distributed.* is deprecated",
-    "`load_state_dict` is deprecated",
-    "Please use DTensor instead",
-)
 FILES = {"generate": "train", "plan": "train"}  # the others have the name of their command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status. A user's error is printed to stderr without a traceback."""
     args = parse(arguments)
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns wherever there is no Triton
     if not sys.stderr.isatty():  # no progress bars in a log; packages read this variable when they are imported
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:

@@ -359,3 +359,11 @@ def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
     assert main.main(["train", str(recipe), "run.seed=3", "--nproc", "2", "--engine", "hf"]) == 0
     assert seen["command"][1:] == ["-m", "megatron_rft", "train", str(recipe), "run.seed=3", "rollout.engine=hf"]
     assert seen["nproc"] == 2 and "RANK" not in os.environ
+
+
+def test_a_function_of_the_package_shows_no_warning_that_users_cannot_fix():
+    """It runs a command in the user's process, which `main` has not prepared."""
+    code = "from megatron_rft.commands import convert; import megatron.core.optimizer; assert convert"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "Apex" not in done.stderr, done.stderr
