@@ -17,10 +17,8 @@ def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: 
     if shape is None:
         return f"teacher: {teacher}, from the Hugging Face hub: not checked yet"
     if student and shape.vocabulary < student.vocabulary:
-        raise DataError(
-            f"teacher: the vocabulary of {teacher} has {shape.vocabulary} rows, fewer than the model's "
-            f"{student.vocabulary}"
-        )
+        what = f"its vocabulary has {shape.vocabulary} rows, fewer than the model's {student.vocabulary}"
+        raise DataError(f"teacher: {teacher}: {what}")
     if longest > shape.max_positions:
         raise ConfigError(f"teacher: a sequence may have {longest} tokens, beyond its {shape.max_positions} positions")
     if found := list(problems(layout, shape)):

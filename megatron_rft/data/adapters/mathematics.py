@@ -58,11 +58,8 @@ def answer_text(value: Any) -> str:
 
 def last_box(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces in balance; None where there is none."""
-    last = None
-    for match in BOX.finditer(text):
-        content = match["bare"] or _braced(text[match.end() :])
-        last = content if content is not None else last
-    return last
+    boxes = [match["bare"] or _braced(text[match.end() :]) for match in BOX.finditer(text)]
+    return next((box for box in reversed(boxes) if box is not None), None)
 
 
 def _braced(text: str) -> str | None:
