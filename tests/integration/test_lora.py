@@ -187,7 +187,7 @@ def test_convert_writes_a_peft_folder_and_the_merged_model(pretrained, tmp_path,
     shutil.copytree(run / "checkpoints/step_000002", tmp_path / "alone")
     capsys.readouterr()
     for arguments, message in (
-        ([str(run / "export"), "--to", "peft"], "must be a run, or a checkpoint in its folder, that trains adapters"),
+        ([str(run / "export"), "--to", "peft"], "to: peft needs a source that trains adapters: a run, or"),
         ([str(run), "--like", str(run / "export")], "has adapters of another model"),
         ([str(adapted)], "has adapters alone: PEFT's merge_and_unload makes a model"),
         ([str(tmp_path / "alone"), "--like", str(run / "export")], "has adapters alone"),
