@@ -70,9 +70,10 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
 def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     export, stored = folder.parent.parent / "export", folder.parent.parent / RECIPE_FILE
-    for place in (Path(like or folder), export):  # the run of an export may have been moved away from its model
-        if like or (place / "config.json").is_file():
-            return place, place
+    there = [place for place in (folder, export) if (place / "config.json").is_file()]  # a run may have been moved away
+    if like or there:
+        place = Path(like or there[0])
+        return place, place
     if not stored.is_file():
         raise DataError(
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Name "
