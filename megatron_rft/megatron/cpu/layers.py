@@ -26,10 +26,10 @@ class Normalise(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dtypes = x.dtype, weight.dtype
         grad, x, weight = map(_wide, (grad, x, weight))
-        product = (grad * x).mul_(inverse).flatten(0, -2)  # grad n
+        product = (grad * x).flatten(0, -2)  # grad n rms(x)
         mean = (product @ weight).view_as(inverse).div_(x.shape[-1])
-        grad_x = (grad * weight).mul_(inverse).addcmul_(x, mean.mul_(inverse).mul_(inverse), value=-1)
-        return grad_x.to(dtypes[0]), product.sum(0).to(dtypes[1]), None
+        grad_x = (grad * weight).mul_(inverse).addcmul_(x, inverse**3 * mean, value=-1)
+        return grad_x.to(dtypes[0]), (inverse.flatten() @ product).to(dtypes[1]), None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -48,8 +48,9 @@ def swiglu_back(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.to(grad.dtype).chunk(2, -1)
     out = torch.empty_like(gate_up, dtype=grad.dtype)
     grad_gate, grad_up = out.chunk(2, -1)
-    torch.mul(grad, F.silu(gate), out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     return out
 
 
@@ -65,16 +66,16 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotated(grad, cos, sin, -1), None, None
 
 
-def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     width, half = cos.shape[-1], cos.shape[-1] // 2
     out = torch.empty_like(t) if width == t.shape[-1] else t.clone()
     first, second = t[..., :half], t[..., half:width]
     torch.mul(t[..., :width], cos, out=out[..., :width])
-    out[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    out[..., half:width].addcmul_(first, sin[..., half:])
+    out[..., :half].addcmul_(second, sin[..., :half], value=-sign)
+    out[..., half:width].addcmul_(first, sin[..., half:], value=sign)
     return out
 
 
@@ -180,7 +181,6 @@ def install() -> None:
     def rotary(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
         if rotary_interleaved or multi_latent_attention:
             return eager(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        cos, sin = ((of(freqs) * mscale).to(t.dtype) for of in (torch.cos, torch.sin))
-        return Rotate.apply(t, cos, sin)
+        return Rotate.apply(t, *((of(freqs) * mscale).to(t.dtype) for of in (torch.cos, torch.sin)))
 
     rope_utils._apply_rotary_pos_emb_bshd = rotary
