@@ -90,8 +90,8 @@ def explain(error: ErrorDetails, place: Place, known: Iterable[str], others: Ite
         return place, f"there is no such option.{meant}"
     if kind == "missing":
         return place, "is required"
-    if kind == "string_type" and isinstance(value, dict | list):
-        return place, f"is not text: YAML reads {{...}} and [...] as values. Quote it: {'.'.join(place)}='\"...\"'"
+    if kind == "string_type" and isinstance(value, dict | list | bool):
+        return place, f"is not text: YAML reads {{...}}, [...] and off as values. Quote it: {'.'.join(place)}='\"...\"'"
     if kind.startswith("int_") and isinstance(value, float) and value.is_integer():
         return place, f"{shown(value)} has a decimal point or an exponent: write {int(value)}"
     if kind in KINDS:

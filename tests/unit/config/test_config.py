@@ -136,8 +136,9 @@ class TestLoading:
         ("seed=4", "seed: there is no such option. Did you mean run.seed?"),
         (
             "data.prompt_template={word}",
-            "data.prompt_template: is not text: YAML reads {...} and [...] as values. Quote",
+            "data.prompt_template: is not text: YAML reads {...}, [...] and off as values. Quote",
         ),
+        ("run.output_dir=off", "run.output_dir: is not text: YAML reads {...}, [...] and off as values. Quote"),
         (
             "data={prompt_field: word, prompt_template: boxed}",
             "data.prompt_field: does nothing: data.prompt_template does not have {word}",
