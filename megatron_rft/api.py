@@ -113,7 +113,7 @@ def grade(
     responses = argument("responses", list[str], responses if isinstance(responses, str) else list(responses))
     if len(rows) != len(responses):
         raise DataError(f"{len(rows)} rows, but {len(responses)} responses: each row has one response")
-    section = {"kind": "own", "function": reward} if callable(reward) else argument("reward", dict[str, Any], reward)
+    section = reward if callable(reward) else argument("reward", dict[str, Any], reward)
     prompts = [_problem(number, row) for number, row in enumerate(rows)]
     with closing(registry.build(load(PROBE, reward=section).reward)) as grader:
         scores = grader(prompts, responses)

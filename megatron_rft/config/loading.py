@@ -74,7 +74,7 @@ def load(path: AnyRecipe, overrides: Sequence[str] = (), **sections: Any) -> Rec
         path: a YAML file, a recipe's content as nested mappings, or a recipe.
         overrides: `section.option=value`, as on the command line.
         sections: the same by section, stronger: `rollout={"group_size": 16}, pipo=None`. In both kinds of mappings a
-            function or a class may stand where a recipe names the user's code.
+            function or a class may stand where a recipe names the user's code, or alone as `reward`.
 
     Raises:
         ConfigError: one line per problem, with its file and option.
@@ -124,14 +124,14 @@ def _without_lost(merged: dict, layers: Layers) -> dict:
     return merged
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, name: str = "") -> Any:
     """What YAML would have: code by its name, paths as text, and numpy's numbers and arrays as Python's."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(each, str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if callable(value):
-        return user_code.here(value)
+        return {"kind": "own", "function": user_code.here(value)} if name == "reward" else user_code.here(value)
     return value.tolist() if hasattr(value, "tolist") else str(value) if isinstance(value, Path) else value
 
 

@@ -42,7 +42,9 @@ def test_train_evaluate_and_read(tmp_path, capfd):
 
 def test_code_of_this_session_and_an_early_end(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, run={"steps": 5000})
-    run = rft.train(recipe, reward={"kind": "own", "function": right}, callbacks=[lambda step, _: np.int64(step) >= 2])
+    run = rft.train(recipe, reward=right, callbacks=[lambda step, _: np.int64(step) >= 2])
+    reward = {"kind": "own", "function": right}
+    assert rft.load(recipe, reward=right).reward == rft.load(recipe, reward=reward).reward
     assert 2 <= run.steps < 5000 and list((tmp_path / "run/checkpoints").iterdir())
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"held cannot be sent to the processes of a run .*%%writefile my_code.py"):
