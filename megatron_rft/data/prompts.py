@@ -78,11 +78,10 @@ def demonstrations(
     Raises:
         DataError: a field is missing or no text, or no row can be used.
     """
-    prompts, dropped = _prompts(rows, tokenizer, form, source)
-    end = eos_token_id(tokenizer)
-    answered = [prompt for prompt in prompts if rows[prompt.index][form.answer_field] is not None]
+    (prompts, dropped), end = _prompts(rows, tokenizer, form, source), eos_token_id(tokenizer)
+    answered = [prompt for prompt in prompts if rows[prompt.index].get(form.answer_field) is not None]
     if not answered:
-        raise DataError(f"{source}: the field {form.answer_field!r} is null in every row: there is nothing to learn")
+        raise DataError(f"{source}: the field {form.answer_field!r} is null or missing in every row: nothing to learn")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
     places = [Place(rows, prompt.index, source) for prompt in answered]
@@ -167,7 +166,7 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
 
 def _answer(place: Place, form: PromptFormat) -> str:
     """An adapter has already extracted the answer, so a "####" in it belongs to the answer."""
-    value = place.row[form.answer_field]
+    value = place.row.get(form.answer_field)
     if form.adapted:
         return str(value)
     try:
@@ -183,12 +182,11 @@ def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
 
 
 def _check_fields(places: list[Place], form: PromptFormat) -> None:
-    """Checks that every row has every field that the recipe names."""
-    template, wanted = form.template, {form.answer_field: "data.answer_field"}
+    """Checks that every row has every field that the recipe names. An adapter's may lack a solution to learn."""
+    template, wanted = form.template, {} if form.adapted else {form.answer_field: "data.answer_field"}
     named = dict.fromkeys(template_fields(template), "data.prompt_template") if template else {}
     wanted |= named if template else {form.prompt_field: "data.prompt_field"}
-    for place in places:
-        row = place.row
+    for place, row in ((place, place.row) for place in places):
         for name in [name for name in wanted if name not in row]:
             there = f"it has {', '.join(map(repr, row))}.{did_you_mean(name, row)}"
             raise DataError(f"{place} has no field {name!r} ({wanted[name]}); {there}")

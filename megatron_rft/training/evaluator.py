@@ -87,24 +87,19 @@ class Evaluator:
     gather: Callable[[list], list] = list
     rank: int | None = 0  # among the ranks that drive an engine; None: this rank drives none
     world: int = 1
-    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems of parts without a data source
+    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems by part
 
     def measure(
         self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
     ) -> EvalResult:
         """Evaluate the problems of a part, or `prompts`."""
         sampler = replace(self.sampler, samples=self.samples(part))
-        prompts = self.prompts(part) if prompts is None else prompts
+        prompts = self.given[part][: self.options.limit] if prompts is None else prompts
         where = {"rank": self.rank, "world": self.world, "batch": self.options.batch}
         return evaluate(sampler, prompts, self.gather, name=part, cache=cache, **where)
 
-    def prompts(self, part: str) -> list[Prompt]:
-        given = self.given[part] if part in self.given else self.problems.prompts(part, self.sampler.tokenizer).prompts
-        return given[: self.options.limit]
-
     def samples(self, part: str) -> int:
-        own = None if part in self.given else self.problems.source(part).samples
-        return own or self.options.samples
+        return (part not in self.given and self.problems.source(part).samples) or self.options.samples
 
     def __call__(self, part: str, step: int) -> dict[str, float]:
         """Evaluate data.`part` and record the result under `step`. Returns `EvalResult.summary`."""

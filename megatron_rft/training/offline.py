@@ -170,6 +170,7 @@ def train(recipe: Recipe) -> int:
     check_images(teaching if shown else None, build.tokenizer_folder(recipe.model))
     held_out = [replace(p, images=shown[p.index].images) if p.index in shown else p for p in stored.held_out]
     own = {} if recipe.data.validation else {"validation": held_out}
+    evaluated = own | Problems(recipe.data, recipe.environment).of_evaluations(tokenizer)
     held_out = stored.held_out if own and recipe.evaluation.every else None
     kind = recipe.environment and recipe.environment.kind
     check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out, kind)
@@ -180,8 +181,7 @@ def train(recipe: Recipe) -> int:
     cost = Costs(data, not alone)
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
     reference = Reference(recipe.model, recipe.run, options, stored.digest)
-    stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
-    size = size // 2 if options.pairs else size
+    stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences // len(examples[0])
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     of_row = by_row(teaching, recipe.data.teacher_field, stored.fields.items())
     actor = build.Networks(hf_config, recipe).actor(steps, recipe.rollout.temperature)
@@ -191,7 +191,7 @@ def train(recipe: Recipe) -> int:
         models.see(PromptImages(list(shown.values()), Path(path) / ALBUM))
     data = reference.join(actor, data)
     with ExitStack() as stack:
-        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, {}, own)
+        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, {}, evaluated)
         return loop.train(run, StoredBatches(run, size, partial(draw, data)), models, objective)
 
 

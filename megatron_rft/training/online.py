@@ -49,21 +49,20 @@ def train(recipe: Recipe) -> int:
         check_images(recipe.teaching, build.tokenizer_folder(recipe.model))
     problems = Problems(recipe.data, recipe.environment)
     prompts = problems.prompts("train", tokenizer)
+    evaluated = problems.of_evaluations(tokenizer)  # wrong rows of these show now, too
     encode = partial(ask_again, tokenizer=tokenizer, form=problems.prompt_format("train"))
     feedback = build_feedback(algorithm, tokenizer, encode, prompts) if algorithm.uses_feedback else None
     stream = Stream(prompts.prompts, recipe.run.seed, recipe.data.shuffle)
     objective = build_objective(algorithm, recipe.setting, recipe.plugins)
-    rows = ((prompt.index, prompt.fields) for prompt in prompts.prompts)
-    of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
+    of_row = by_row(recipe.teaching, recipe.data.teacher_field, ((p.index, p.fields) for p in prompts.prompts))
     models = build.Networks(hf_config, recipe).online(objective, of_row)
     if recipe.data.image_field:
         models.see(PromptImages(prompts.prompts, Path(recipe.run.output_dir) / ALBUM))
     routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:
-        run = TrainingRun(
-            recipe, tokenizer, models, stream, recipe.run.steps, stack, prompts.dropped, keeps_episodes=routes is None
-        )
+        given = prompts.dropped, evaluated, routes is None
+        run = TrainingRun(recipe, tokenizer, models, stream, recipe.run.steps, stack, *given)
         pairs = refiner = None
         if recipe.refines:
             template = recipe.constraint.template_text(recipe.reward.kind)

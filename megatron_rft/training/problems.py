@@ -12,6 +12,7 @@ from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, 
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.environments.tools import schemas
+from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, UserError, did_you_mean
 
 
@@ -41,8 +42,7 @@ class Problems:
     def prompt_format(self, part: str) -> PromptFormat:
         """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
-        shared = ("chat", "chat_template_kwargs", "max_prompt_tokens")
-        common = {name: getattr(data, name) for name in shared}
+        common = {name: getattr(data, name) for name in ("chat", "chat_template_kwargs", "max_prompt_tokens")}
         common["tools"] = schemas(self.environment) if self.environment else ()
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
@@ -62,6 +62,10 @@ class Problems:
         rows = self.rows(part)
         with self._named(part):
             return prompt_set(rows, tokenizer, self.prompt_format(part), self.source(part).path)
+
+    def of_evaluations(self, tokenizer: Any) -> dict[str, list[Prompt]]:
+        """The problems of data.validation and data.test, by part."""
+        return {p: self.prompts(p, tokenizer).prompts for p in ("validation", "test") if getattr(self.data, p)}
 
     def demonstrations(self, tokenizer: Any, limit: int) -> tuple[list[Demonstration], dict[str, int]]:
         """The answers of data.train to learn; `limit` is the most tokens of one."""

@@ -78,16 +78,16 @@ class TrainingRun:
         total_steps: int,
         stack: ExitStack,
         dropped: dict[str, int],
-        given: dict[str, list[Prompt]] | None = None,
+        given: dict[str, list[Prompt]],
         keeps_episodes: bool = False,
     ):
         """`stack`: closes the run. `dropped`: reason -> rows of data.train that were left out. `given`: problems of
-        parts without a data source in the recipe. `keeps_episodes`: a resumed run does not play them again."""
+        evaluations, by part. `keeps_episodes`: a resumed run does not play them again."""
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
         self.folder, self.dropped, self.validates, self.done = Path(recipe.run.output_dir), dropped, recipe.validates, 0
         self.evaluator = self.weights = None
         if recipe.trainer == "rl" or recipe.validates or recipe.data.test:
-            self._build_engine(tokenizer, stack, given or {}, keeps_episodes)
+            self._build_engine(tokenizer, stack, given, keeps_episodes)
         adapted = recipe.lora and recipe.lora.path
         self.inputs = inputs(recipe.models, adapted, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()

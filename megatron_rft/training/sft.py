@@ -20,12 +20,12 @@ def train(recipe: Recipe) -> int:
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora)
     problems, limit = Problems(recipe.data, recipe.environment), recipe.rollout.max_response_tokens
     answers, dropped = problems.demonstrations(tokenizer, limit)
+    evaluated = problems.of_evaluations(tokenizer)  # wrong rows of these show now, too
     stream, size = Stream(answers, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(answers) / size)
     models = Models(build.Networks(hf_config, recipe).actor(steps, recipe.rollout.temperature))
     if recipe.data.image_field:
         models.see(PromptImages([answer.prompt for answer in answers]))
-    objective = objectives.build(recipe.algorithm)
     with ExitStack() as stack:
-        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, dropped)
-        return loop.train(run, StoredBatches(run, size, as_batch), models, objective)
+        run = TrainingRun(recipe, tokenizer, models, stream, steps, stack, dropped, evaluated)
+        return loop.train(run, StoredBatches(run, size, as_batch), models, objectives.build(recipe.algorithm))

@@ -243,7 +243,7 @@ def test_responses_to_learn_are_text(tokenizer):
     rows = [*ROWS, {"question": "1+2", "answer": None}]
     found, dropped = demonstrations(rows, tokenizer, PromptFormat(), "rows", max_response_tokens=99)
     assert len(found) == 2 and dropped == {"empty answer": 1}
-    with pytest.raises(DataError, match="'answer' is null in every row"):
+    with pytest.raises(DataError, match="'answer' is null or missing in every row"):
         demonstrations(rows[2:], tokenizer, PromptFormat(answered=False), "rows", max_response_tokens=99)
     with pytest.raises(DataError, match="row 1: the field 'answer' is a list, not text"):
         demonstrations([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows", max_response_tokens=99)

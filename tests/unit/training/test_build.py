@@ -8,7 +8,7 @@ from transformers import Qwen3Config
 from examples.quickstart import arithmetic
 from megatron_rft.config import Data, Model, load
 from megatron_rft.config.environment import Own
-from megatron_rft.training import build
+from megatron_rft.training import build, online, sft
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
 
@@ -27,6 +27,35 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
     (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")
+
+
+def test_rows_of_an_adapter_without_a_solution_are_left_out(tmp_path):
+    """Some problems of APPS and TACO have none."""
+    row = {"question": "Add.", "input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]})}
+    rows = [row | {"solutions": ""}, row | {"solutions": json.dumps(["1+2"])}]
+    (tmp_path / "apps.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    problems = Problems(Data(train={"adapter": "apps", "path": f"{tmp_path}/apps.jsonl"}))
+    (learned,), dropped = problems.demonstrations(arithmetic.tokenizer(), limit=100)
+    assert learned.prompt.index == 1 and dropped == {"empty answer": 1}
+    (tmp_path / "apps.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(DataError, match="data.train: .* 'solution' is null or missing in every row"):
+        problems.demonstrations(arithmetic.tokenizer(), limit=100)
+
+
+def test_wrong_rows_of_evaluations_are_found_before_anything_is_built(tmp_path, monkeypatch):
+    """SFT reads its test set after the last step otherwise."""
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "3+4?", "answer": "7"}))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "3+4?", "result": "7"}))
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        f"trainer: sft\nrun: {{output_dir: {tmp_path}/out, steps: 1}}\nmodel: {{path: m}}\n"
+        f"data: {{train: {tmp_path}/train.jsonl, test: {tmp_path}/test.jsonl}}\n"
+    )
+    monkeypatch.setattr(build, "load_model_files", lambda *_: (arithmetic.tokenizer(), None))
+    monkeypatch.setattr(build, "Networks", None)
+    for trainer, more in ((sft, []), (online, ["trainer=rl"])):
+        with pytest.raises(DataError, match=r"data.test: .*test.jsonl:1 has no field 'answer' \(data.answer_field\)"):
+            trainer.train(load(path, more))
 
 
 def test_a_column_of_images_that_no_row_has_is_named(tmp_path):
