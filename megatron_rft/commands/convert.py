@@ -14,8 +14,8 @@ from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.families.checks import why_unsupported
+from megatron_rft.launching.run_folder import RECIPE_FILE
 from megatron_rft.training import adapters, build
-from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     plan = add("plan", help="check a recipe and print batch, layout and memory: train --dry-run")
     _add_recipe(plan)
     plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="number of ranks (default: 1)")
+    plan.add_argument("--gpus-per-node", type=_count, metavar="N", help="default: all ranks are on one node")
     plan.add_argument("--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU, which the run must fit")
     plan.add_argument("--search", action="store_true", help="with --gpu-gib: rank other layouts that fit by speed")
     plan.add_argument("--device", help="with --search: a100, h100, h20, h200 or b200 (default: h100)")

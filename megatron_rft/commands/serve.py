@@ -119,8 +119,7 @@ def gpu_shares(workers: int) -> list[dict[str, str]]:
     gpus = visible_gpus()
     if len(gpus) % workers:
         raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are not a multiple of {workers}")
-    shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i : i + workers])} for i in range(0, len(gpus), workers)]
 
 
 def watch(servers: list[EngineServer], limit_s: float) -> None:

@@ -20,6 +20,7 @@ from megatron_rft.config.rewards import OwnOptions
 from megatron_rft.environments.worker import maker
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
+from megatron_rft.launching.run_folder import claim_folder
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
 from megatron_rft.utils import run_lock
@@ -34,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
     """Check the recipe, print its plan and, unless `args.dry_run`, run it. Returns the exit status."""
     recipe: Recipe = args.loaded
     check_command(recipe.trainer, args.command)
-    world_size, per_node, node = launcher.check_environment(args.nproc)
+    starts, ranks = args.command != "plan", args.nproc or 1
+    elsewhere = ranks, min(ranks, getattr(args, "gpus_per_node", None) or ranks), launcher.NODE  # those of a plan
+    world_size, per_node, node = launcher.check_environment(args.nproc) if starts else elsewhere
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
     if getattr(args, "device", None) and not searching:
         raise ConfigError("--device: only --search estimates the time on a device: add it, or leave --device out")
-    starts = args.command != "plan"
-    gpu_gib = getattr(args, "gpu_gib", None)
-    plan = check(recipe, world_size, per_node, gpu_gib=gpu_gib, must_fit=not searching, starts=starts)
-    is_rank = "RANK" in os.environ
+    plan = check(recipe, world_size, per_node, getattr(args, "gpu_gib", None), not searching, starts)
+    is_rank = starts and "RANK" in os.environ
     started_elsewhere = is_rank and launcher.PARENT not in os.environ
     leads = os.environ["RANK"] == "0" if started_elsewhere else not is_rank and node.index == 0
     if started_elsewhere and recipe.faults.hang_s is not None:
@@ -57,6 +58,13 @@ def run(args: argparse.Namespace) -> int:
     if searching:
         print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device or "h100").table()), flush=True)
     check_writable(recipe.run.output_dir)
+    try:
+        if leads:  # other nodes may come when the run has begun
+            claim_folder(recipe, writes=False)
+    except ConfigError as error:
+        if starts:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
     if args.dry_run:
         return FINISHED
     os.umask(os.umask(0o077) | HIDDEN[recipe.run.access])  # the user's own may hide more

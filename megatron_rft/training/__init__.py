@@ -3,8 +3,8 @@
 from functools import partial
 
 from megatron_rft.config import Recipe
+from megatron_rft.launching.run_folder import claim_folder
 from megatron_rft.megatron import parallel
-from megatron_rft.training.run_folder import claim_folder
 from megatron_rft.utils.late_imports import lean_import
 
 

@@ -24,6 +24,7 @@ from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference import weight_sync
+from megatron_rft.launching.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
 from megatron_rft.rewards.base import check_share
@@ -31,7 +32,6 @@ from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
-from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import FINISHED, DataError
 from megatron_rft.utils.files import write_atomically
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from megatron_rft.commands import doctor, main, train
-from megatron_rft.config import vllm
+from megatron_rft.config import dump, load, vllm
 from megatron_rft.launching import ranks
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 from tests.shapes import json_of
@@ -81,6 +81,34 @@ class TestWords:
     def test_plan_prints_the_arithmetic(self, recipe, capsys):
         assert main.main(["plan", str(recipe), "--nproc", "2", "rollout.group_size=4"]) == 0
         assert "global batch: 128 responses = 32 prompts x 4" in capsys.readouterr().out
+
+    def test_a_plan_is_not_for_the_step_of_slurm_that_it_is_made_in(self, recipe, monkeypatch, capsys):
+        step = {"STEP_ID": "0", "PROCID": "0", "STEP_TASKS_PER_NODE": "1", "GPUS_ON_NODE": "1"}
+        for name, value in step.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        assert main.main(["plan", str(recipe), "--nproc", "8"]) == 0
+        assert "DP 8 = 8 ranks" in capsys.readouterr().out
+        assert main.main(["train", str(recipe), "--nproc", "8"]) == 2
+        assert "--nproc 8: node None has 1 GPUs in this job" in capsys.readouterr().err
+
+    def test_a_plan_knows_the_nodes(self, recipe, capsys, monkeypatch):
+        monkeypatch.setattr(vllm, "installed", lambda: None)
+        command = ["plan", str(recipe), "--gpus", "4", "vllm.tensor_parallel_size=4", "--engine", "vllm"]
+        assert main.main(command) == main.main([*command, "--gpus-per-node", "8"]) == 0
+        assert main.main([*command, "--gpus-per-node", "2"]) == 2
+        assert "some of them would lie on two nodes" in capsys.readouterr().err
+
+    def test_a_folder_with_another_run_is_refused_before_any_rank_starts(self, recipe, monkeypatch, capsys):
+        (out := recipe.parent / "out").mkdir()
+        (out / "recipe.yaml").write_text(dump(load(recipe)))
+        (out / "metrics.jsonl").write_text("{}\n")
+        monkeypatch.setattr(ranks, "launch", lambda *_: 0)
+        assert main.main(["train", str(recipe), "--nproc", "2", "run.steps=9"]) == 0, "it goes on"
+        for command in (["train", "--dry-run"], ["train", "--nproc", "2"], ["plan"]):
+            assert main.main([*command, str(recipe), "optimizer.lr=0.5"]) == (0 if command == ["plan"] else 2)
+            said = capsys.readouterr().err
+            assert "holds another run; this one differs in optimizer.lr: 1e-06 there, 0.5 now" in said
+            assert said.startswith("warning: " if command == ["plan"] else "error: ")
 
     def test_dry_run_writes_nothing(self, recipe):
         assert main.main(["train", str(recipe), "--dry-run"]) == 0

@@ -1,4 +1,4 @@
-"""The folder of a run, which one process claims before any model is built."""
+"""The folder of a run, which one process claims before any model is built. No torch."""
 
 import os
 from contextlib import suppress
@@ -12,13 +12,10 @@ RECIPE_FILE = "recipe.yaml"
 BESIDE = {"launch", "diagnosis"}  # folders in a run's folder that do not make it one
 
 
-def claim_folder(recipe: Recipe) -> Path:
-    """Create the run's folder, or claim it for resuming, and write the resolved recipe into it.
-
-    Raises:
-        ConfigError: the folder holds another recipe's run or other files; with run.resume=never: a run; with
-        run.resume=must: no run.
-    """
+def claim_folder(recipe: Recipe, writes: bool = True) -> None:
+    """Create the run's folder, or claim it for resuming, and write the resolved recipe into it; not `writes`: only
+    check. Raises ConfigError: the folder holds another recipe's run or other files; with run.resume=never: a run; with
+    run.resume=must: no run."""
     folder = Path(recipe.run.output_dir)
     stored, mode = folder / RECIPE_FILE, recipe.run.resume
     if stored.is_file():
@@ -33,9 +30,8 @@ def claim_folder(recipe: Recipe) -> Path:
         raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
     elif folder.is_dir() and (others := sorted(p.name for p in folder.iterdir() if p.name not in BESIDE)):
         raise ConfigError(f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder and read this file
-    return folder
+    if writes:
+        write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder and read this file
 
 
 def begun(folder: Path) -> bool:
