@@ -137,8 +137,9 @@ step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}"
 
 # ---- on the login node
 
-# Arguments of the form section.option=value go to the recipe, all others to sbatch.
+# Arguments of the form section.option=value, section=null and section={...} go to the recipe, all others to sbatch.
 submit() {
+    local form='^((train|generate|serve):)?[a-z_]+((\.[A-Za-z0-9_+-]+)+=|=(null|\{.*\})$)'
     local keys=() options=() shared=() argument stage sooner=
     cd "$here" || exit 2
     if [[ " $* " =~ \ (-h|--help)\  ]]; then
@@ -146,7 +147,7 @@ submit() {
         exit 0
     fi
     for argument in "$@"; do
-        if [[ "$argument" =~ ^((train|generate|serve):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then
+        if [[ "$argument" =~ $form ]]; then
             keys+=("$argument")
         else
             options+=("$argument")
@@ -203,21 +204,28 @@ check_stage() { # COMMAND RECIPE KEY...
     [ -e "$recipe" ] || die "there is no recipe $recipe. There are: $(ls examples/*/*/*.yaml | tr '\n' ' ')"
     shift 2
     keys_for "$command" "$@"
-    gpus="${LAUNCH_NPROC:-$(number_of gpus-per-node)}" && gpus="${gpus:-$(number_of gres)}"
-    [ -n "$gpus" ] || [[ " ${options[*]} ${!SBATCH_G*}" =~ gpus|GPUS|gres|GRES ]] ||
+    gpus="${LAUNCH_NPROC:-$(number_of gpus-per-node)}" && gpus="${gpus:-$(gpus_of_gres)}"
+    [ -n "$gpus" ] || [[ " ${options[*]} ${!SBATCH_G*}" =~ gpus|GPUS|gres|GRES|\ -G ]] ||
         die "no GPUs: --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
     nodes="$(number_of nodes N)"
-    nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
+    nodes="${nodes:-$(sed -nE 's/^#SBATCH.* (--nodes[= ]|-N ?)([0-9]+).*/\2/p' "launch/$(basename "$0")")}"
+    nodes="${nodes:-1}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
     (set +u && eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
     [ -n "${LAUNCH_NPROC:-}" ] || memory=(--gpu-gib "${LAUNCH_GPU_GIB:-80}")
     (set +u && eval "$LAUNCH_SETUP" &&
-        exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
+        exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) --gpus-per-node "$gpus" \
+            "${keys[@]}") || exit 2
 }
 
 number_of() { # OPTION [LETTER]: the N of --OPTION=[type:]N, --OPTION N or -LETTER N
     local letter="${2:-none}"
     [[ " ${options[*]} " =~ \ (--$1[=\ ]|-$letter\ ?)([^\ ]*[:=])?([0-9]+)\  ]] && echo "${BASH_REMATCH[3]}"
+    return 0
+}
+
+gpus_of_gres() { # the N of --gres=gpu:N or gpu:TYPE:N, beside which other resources may be asked for
+    [[ " ${options[*]} " =~ \ --gres[=\ ]([^\ ]*,)?gpu(:[^\ :,]+)?:([0-9]+)[,\ ] ]] && echo "${BASH_REMATCH[3]}"
     return 0
 }
 

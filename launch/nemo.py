@@ -139,7 +139,8 @@ def check(args: argparse.Namespace, jobs: list[Point]) -> None:
 def plan_of(args: argparse.Namespace, point: Point, recipe: str) -> list[str]:
     """Return the arguments of megatron-rft that plan a job, with the memory of its GPUs if it has any."""
     memory = ["--gpu-gib", args.gpu_gib] if args.gpus_per_node else []
-    return ["plan", recipe, "--nproc", str(args.nodes * args.nproc), *memory, *point.keys]
+    ranks = ["--nproc", str(args.nodes * args.nproc), "--gpus-per-node", str(args.nproc)]
+    return ["plan", recipe, *ranks, *memory, *point.keys]
 
 
 def lost_with_the_container(args: argparse.Namespace, folder: Path) -> bool:

@@ -10,19 +10,39 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "options, ranks",
+    "options, nodes, gpus",
     [
-        (["--nodes=2", "--gpus-per-node=8"], 16),
-        (["--nodes", "2", "--gpus-per-node", "h100:4"], 8),
-        (["-N2", "--gres=gpu:4"], 8),
-        (["-N", "3", "--gres=gpu:h100:2"], 6),
-        (["--gpus-per-node=8"], 8),
+        (["--nodes=2", "--gpus-per-node=8"], 2, 8),
+        (["--nodes", "2", "--gpus-per-node", "h100:4"], 2, 4),
+        (["-N2", "--gres=gpu:4"], 2, 4),
+        (["-N", "3", "--gres=gpu:h100:2"], 3, 2),
+        (["--gpus-per-node=8"], 1, 8),
+        (["--gres=gpu:v100x:4,lscratch:400"], 1, 4),
+        (["--gres", "lscratch:400,gpu:2"], 1, 2),
     ],
 )
-def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, ranks):
+def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, nodes, gpus):
     lines = submit(tmp_path, options)
-    assert f"--gpu-gib 80 --nproc {ranks} run.seed=1" in next(line for line in lines if " plan " in line)
+    asked = f"--gpu-gib 80 --nproc {nodes * gpus} --gpus-per-node {gpus} run.seed=1"
+    assert asked in next(line for line in lines if " plan " in line)
     assert lines[-1].startswith(f"sbatch {' '.join(options)} ") and lines[-1].endswith("pipo_8b.sh run.seed=1")
+
+
+@pytest.mark.parametrize("header, nodes", [("", 1), ("#SBATCH -N 2", 2), ("#SBATCH --exclusive --nodes=3", 3)])
+def test_a_script_of_ones_own_need_not_say_its_nodes(tmp_path, header, nodes):
+    script = (ROOT / "launch/pipo_8b.sh").read_text().replace(" --nodes=1", "").replace("# GRPO", f"{header}\n# GRPO")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/mine.sh").write_text(script)
+    (tmp_path / "launch/common.sh").symlink_to(ROOT / "launch/common.sh")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = submit(tmp_path, ["--gpus-per-node=8"], script=tmp_path / "launch/mine.sh")
+    assert f"--nproc {8 * nodes} --gpus-per-node 8 " in next(line for line in lines if " plan " in line)
+
+
+def test_whole_sections_and_names_in_capitals_are_keys_of_the_recipe(tmp_path):
+    keys = ["pipo=null", "lora={rank: 8}", "train:vllm=null", "evaluation.benchmarks.MATH-500.limit=5"]
+    lines = submit(tmp_path, ["-G", "8", *keys, "--export", "ALL,A=b", "--comment", "a=b"])
+    assert lines[-1] == f"sbatch -G 8 --export ALL,A=b --comment a=b launch/pipo_8b.sh {' '.join(keys)} run.seed=1"
 
 
 def test_the_plan_knows_the_gpus_memory(tmp_path):
@@ -115,7 +135,7 @@ def test_a_stage_has_finished_when_all_nodes_say_so(tmp_path, statuses):
     assert (tmp_path / "asked").exists() is not finished
 
 
-def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
+def submit(tmp_path: Path, options: list[str], script: str | Path = "launch/pipo_8b.sh", **variables: str) -> list[str]:
     for name in ("sbatch", "python"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
@@ -126,7 +146,7 @@ def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
         "LAUNCH_SETUP": ":",
         **variables,
     }
-    command = ["bash", "launch/pipo_8b.sh", *options, "run.seed=1"]
+    command = ["bash", script, *options, "run.seed=1"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -38,12 +38,13 @@ def test_without_a_sweep_the_recipe_keeps_its_folder(nemo):
 def test_the_plan_knows_the_ranks_and_the_gpus_memory(nemo, given, memory):
     args = nemo.parse([RECIPE, "run.seed=1", *SLURM, "--nodes", "2", *given])
     plan = nemo.plan_of(args, nemo.points(args)[0], RECIPE)
-    assert plan == ["plan", RECIPE, "--nproc", "16", "--gpu-gib", memory, "run.seed=1"]
+    assert plan == ["plan", RECIPE, "--nproc", "16", "--gpus-per-node", "8", "--gpu-gib", memory, "run.seed=1"]
 
 
 def test_ranks_without_gpus_are_planned_without_their_memory(nemo):
     args = nemo.parse([RECIPE, "--local", "--nproc", "2"])
-    assert nemo.plan_of(args, nemo.points(args)[0], RECIPE) == ["plan", RECIPE, "--nproc", "2"]
+    plan = nemo.plan_of(args, nemo.points(args)[0], RECIPE)
+    assert plan == ["plan", RECIPE, "--nproc", "2", "--gpus-per-node", "2"]
 
 
 def test_a_folder_that_is_given_wins(nemo):
