@@ -99,7 +99,7 @@ class Evaluator:
         return evaluate(sampler, prompts, self.gather, name=part, cache=cache, **where)
 
     def samples(self, part: str) -> int:
-        return (part not in self.given and self.problems.source(part).samples) or self.options.samples
+        return getattr(self.problems.source(part), "samples", None) or self.options.samples
 
     def __call__(self, part: str, step: int) -> dict[str, float]:
         """Evaluate data.`part` and record the result under `step`. Returns `EvalResult.summary`."""
