@@ -181,10 +181,7 @@ class Checkpointer:
     def newest_intact(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files have their digests, and a sentence about each newer one, which is renamed.
 
-        Each rank reads a share of the files. None: there is no checkpoint.
-
-        Raises:
-            DataError: no checkpoint is intact.
+        Each rank reads a share of the files. None: there is no checkpoint. Raises DataError if none is intact.
         """
         told: list[str] = []
         for path in reversed(checkpoint_files.complete(self.folder)):
@@ -277,7 +274,8 @@ class Checkpointer:
                 flush(path)
             os.replace(partial, final)
             for old in checkpoint_files.complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old.rename(f"{old}{PARTIAL}"))  # a kill in between leaves nothing that looks complete
+                # a kill in between leaves nothing that looks complete; a file that another process reads may stay (NFS)
+                shutil.rmtree(old.rename(f"{old}{PARTIAL}"), ignore_errors=True)
         parallel.barrier("checkpoint")
         self.saving = False
 

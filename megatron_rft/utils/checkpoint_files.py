@@ -18,8 +18,9 @@ PARTIAL, DAMAGED = ".partial", ".damaged"
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's `checkpoints` folder, the oldest first."""
-    return sorted(p for p in folder.glob("step_*") if not p.suffix and (p / "run.json").is_file())
+    """Return the complete checkpoints in a run's `checkpoints` folder, the oldest first. They are what has a step's
+    name; a copy step_000040_kept is the user's."""
+    return sorted((p for p in folder.glob("step_*") if p.name[5:].isdecimal()), key=lambda path: int(path.name[5:]))
 
 
 def latest(folder: Path) -> Path | None:
@@ -49,7 +50,7 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
     A checkpoint of an older version has no digests, and counts as intact.
     """
     if not (folder / DIGESTS).exists():
-        return ""
+        return "" if (folder / "run.json").is_file() else "run.json is missing"
     if (known := read_json(folder / DIGESTS)) is None:
         return f"{DIGESTS} cannot be read"
     for name, expected in sorted(known.items())[share::shares]:

@@ -27,7 +27,7 @@ def forked(action) -> None:
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_looks_complete(tmp_path, monkeypatch, one_rank):
-    def killed(folder):
+    def killed(folder, **_):
         (folder / "weights").unlink()
         raise KeyboardInterrupt
 
@@ -94,3 +94,33 @@ def test_a_writer_that_is_killed_before_it_begins_is_waited_for_no_longer(tmp_pa
     with pytest.raises((OSError, RunFailed, CheckpointException)):
         checkpoints.wait()
     assert not complete(checkpoints.folder)
+
+
+def test_a_checkpoint_without_run_json_makes_room_for_its_step(tmp_path, one_rank):
+    """It was silently passed over, and the rename of the new checkpoint of its step failed."""
+    checkpoints = Checkpointer(tmp_path, {}, asynchronous=False)
+    for step in (1, 2):
+        checkpoints.save(step, {}, {"x": torch.zeros(2)})
+    (tmp_path / "step_000002/run.json").unlink()
+    newest, (told,) = checkpoints.newest_intact()
+    assert newest == tmp_path / "step_000001" and "step_000002 is damaged (run.json is missing)" in told
+    checkpoints.save(2, {}, {"x": torch.zeros(2)})
+    assert checkpoints.newest_intact() == (tmp_path / "step_000002", [])
+    checkpoints.close()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, one_rank):
+    """On NFS a file that another process reads stays in its folder under another name."""
+    checkpoints = Checkpointer(tmp_path, {}, keep=1, asynchronous=False)
+    checkpoints.save(1, {}, {"x": torch.zeros(2)})
+    rmdir = os.rmdir
+
+    def busy(path, **where):
+        if "step_000001" in str(path):
+            raise OSError(39, "Directory not empty", str(path))
+        rmdir(path, **where)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    checkpoints.save(2, {}, {"x": torch.zeros(2)})
+    checkpoints.close()
+    assert [path.name for path in complete(tmp_path)] == ["step_000002"]

@@ -1,6 +1,6 @@
 import json
 
-from megatron_rft.utils.checkpoint_files import DIGESTS, damage, join_digests
+from megatron_rft.utils.checkpoint_files import DIGESTS, complete, damage, join_digests
 
 
 def checkpoint(run):
@@ -29,3 +29,20 @@ def test_each_kind_of_damage_is_named(tmp_path):
     assert damage(folder) == "__0_0.distcp is missing"
     (folder / DIGESTS).write_text("{")
     assert damage(folder) == "digests.json cannot be read"
+
+
+def test_a_users_copy_is_none_of_the_runs_checkpoints_and_steps_are_numbers(tmp_path):
+    """A copy would be resumed from, count towards checkpoint.keep, and be removed."""
+    for name in ("step_1000000", "step_999999", "step_999999_kept", "step_999999.damaged", "step_1.x.partial", "step_"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in complete(tmp_path)] == ["step_999999", "step_1000000"]
+
+
+def test_a_checkpoint_without_run_json_is_damaged(tmp_path):
+    """As an interrupted copy of a run leaves one, with its digests or before them."""
+    folder = checkpoint(tmp_path)
+    join_digests(folder)
+    (folder / "run.json").unlink()
+    assert damage(folder) == "run.json is missing"
+    (folder / DIGESTS).unlink()
+    assert damage(folder) == "run.json is missing" and complete(folder.parent) == [folder]
