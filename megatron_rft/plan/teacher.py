@@ -8,11 +8,8 @@ from megatron_rft.utils.errors import ConfigError, DataError
 
 
 def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: Layout, longest: int) -> str:
-    """Return the plan's line about the teacher. `longest`: tokens of the longest sequence.
-
-    Raises:
-        UserError: it cannot be this model's teacher.
-    """
+    """Return the plan's line about the teacher. `longest`: tokens of the longest sequence. Raises UserError if it can
+    not be this model's teacher."""
     shape = find_shape(teacher, "teacher")
     if shape is None:
         return f"teacher: {teacher}, from the Hugging Face hub: not checked yet"

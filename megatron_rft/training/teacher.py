@@ -28,7 +28,7 @@ from megatron_rft.utils.files import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
 PIXELS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # ends of names: families have different prefixes
 
 
 class Teachers:
@@ -77,7 +77,7 @@ def load_teacher(path: str, student: Actor, megatron: Megatron, precision: str) 
     cut.vocab_size = rows
     actor = Actor(cut, megatron, student.batching, precision, temperature=student.temperature)
     lookup = weights.open_folder(folder, own)
-    actor.load(lambda name: lookup(name)[:rows] if name in VOCABULARY else lookup(name))
+    actor.load(lambda name: lookup(name)[:rows] if name.endswith(VOCABULARY) else lookup(name))
     kept = actor.snapshot()
     for tensor in actor.tensors():
         tensor.data = tensor.data.new_empty(0)

@@ -15,6 +15,7 @@ from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
 from megatron_rft.training.teacher import Teachers, check_tokenizer
 from megatron_rft.utils.errors import DataError
+from tests.families import SEEING
 from tests.shapes import SMALL
 
 STUDENT = Qwen3Config(**SMALL, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
@@ -43,6 +44,18 @@ def test_it_is_empty_while_idle_and_its_states_are_never_reduced(one_rank, tmp_p
     assert (found > 0).all() and not any(tensor.numel() for tensor in teacher.tensors())
     assert sum(map(torch.numel, kept)) == sum(lookup(name).numel() for name in hf_shapes(TEACHER))
     assert [tuple(tensor.shape) for tensor in reduced] == [(len(names), 3)]  # values alone
+
+
+def test_rows_beyond_the_students_vocabulary_are_left_out_whatever_the_names_of_its_family(one_rank, tmp_path):
+    """Qwen3-VL's embedding is model.language_model.embed_tokens.weight."""
+    config = SEEING["qwen3_vl"]
+    lookup = weights.random_tensors(config, seed=6)
+    weights.save_folder(((name, lookup(name)) for name in hf_shapes(config)), tmp_path / "teacher", config)
+    student = Actor(STUDENT, Megatron(), Batching(), "fp32")
+    ((teacher, kept),) = Teachers(Teaching(teacher=str(tmp_path / "teacher")), {}, student, Megatron(), "fp32").teachers
+    (embedding,) = (tensor for tensor in kept if tensor.shape == (STUDENT.vocab_size, config.hidden_size))
+    assert config.vocab_size > STUDENT.vocab_size
+    assert torch.equal(embedding, lookup("model.language_model.embed_tokens.weight")[: STUDENT.vocab_size])
 
 
 def test_a_teacher_without_a_tokenizer_is_not_called_one_with_another(tmp_path):
