@@ -24,11 +24,7 @@ def load_start(actor: Actor, model: Model, seed: int) -> None:
 
 
 def read_start(options: Lora, model: Model, seed: int, hf_config: Any) -> lora.Lookup:
-    """The adapters in lora.path.
-
-    Raises:
-        DataError: they are of another model, or others than `options` says.
-    """
+    """The adapters in lora.path. Raises DataError if they are of another model, or others than `options` says."""
     try:
         return lora.read(Path(options.path), options, hf_config, base_of(model, seed))
     except DataError as error:
@@ -58,10 +54,11 @@ def export(actor: Actor, folder: Path, model: Model, seed: int) -> None:
 
 
 def check_base(checkpoint: Path, inputs: dict[str, str]) -> None:
-    """Check that the frozen model is that of the checkpoint's adapters. `inputs`: digests by option."""
-    saved = json.loads((checkpoint / "run.json").read_text())
-    if saved["inputs"]["model.path"] != inputs["model.path"]:
-        raise DataError(
-            f"model.path: {checkpoint.name} has adapters of another model than the one that is there now. Restore that "
-            "model, or start in another run.output_dir"
-        )
+    """Check that the frozen models are those of the checkpoint's adapters. `inputs`: digests by option."""
+    saved = json.loads((checkpoint / "run.json").read_text())["inputs"]
+    for option in sorted(saved.keys() & inputs.keys() & {"model.path", "critic.path"}):
+        if saved[option] != inputs[option]:
+            raise DataError(
+                f"{option}: {checkpoint.name} has adapters of another model than the one that is there now. Restore "
+                "that model, or start in another run.output_dir"
+            )

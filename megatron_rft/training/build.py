@@ -77,8 +77,8 @@ class Networks:
 
     def critic(self, options: Critic, total_steps: int, actor: Actor) -> Actor:
         """The value model: the weights of the policy or of critic.path, and a zero value head. Its learning rate
-        follows the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or of
-        critic.path."""
+        follows the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or new
+        ones on those of critic.path, which is not the model of lora.path's."""
         own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
         own["min_lr"] = self.recipe.optimizer.min_lr * (options.lr / self.recipe.optimizer.lr)
         critic, model, seed = self._empty(total_steps, own, value_head=True), self.recipe.model, self.recipe.run.seed
@@ -86,7 +86,8 @@ class Networks:
             load_start(critic, model, seed)
             adapters.share_base(critic, actor)
         else:
-            adapters.load_start(critic, model, seed)
+            if critic.lora:
+                critic.load(weights.new_adapters(self.hf_config, critic.lora, seed), adapters=True)
             critic.load(weights.open_folder(model_folder(options.path, "critic.path"), self.hf_config))
         return critic
 
