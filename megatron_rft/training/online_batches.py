@@ -33,7 +33,7 @@ from megatron_rft.rollout.sampler import PendingRound, RoundResult, Sampled, Sam
 from megatron_rft.tracking.metrics import Sample
 from megatron_rft.training.loop import Batches
 from megatron_rft.training.run import TrainingRun
-from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.errors import DataError, RunFailed
 
 KEY = "ahead"  # key in a checkpoint's state
 ROUND = TypeAdapter(RoundResult)
@@ -156,6 +156,9 @@ def _to_json(result: RoundResult) -> dict:
 
 def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
     for rollout in row["rollouts"]:
+        if rollout["prompt"] not in prompts:
+            gone = f"data.train: row {rollout['prompt'] + 1}, whose responses are in the checkpoint, is no longer used"
+            raise DataError(f"{gone}. Restore the data, or start in another run.output_dir")
         rollout["prompt"] = prompts[rollout["prompt"]]
     return ROUND.validate_python(row)
 

@@ -11,7 +11,7 @@ from megatron_rft.data.stream import Stream
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.training.online_batches import OnlineBatches, grader_errors
-from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.errors import DataError, RunFailed
 from tests.branching import branching
 from tests.unit.inference.tiny import hf_stream
 from tests.unit.rollout.test_sampler import SAMPLING, EvenLength, Letters, prompts, same
@@ -145,6 +145,17 @@ def test_a_checkpoint_keeps_what_is_under_way(model, member):
     assert texts[0] == texts[1]
     untimed = [{k: v for k, v in each.metrics.items() if "seconds" not in k} for each in (rest[1], whole[3])]
     assert untimed[0].keys() == untimed[1].keys()
+
+
+def test_a_row_that_is_gone_is_named(model):
+    """A resumed run reads data.train again, and the responses that were sampled ahead belong to its rows."""
+    first = build(model, 1)
+    run(first, last=2)
+    state, resumed = first.state(), build(model, 1)
+    gone = first.pending[3][0].rollouts[0].prompt.index
+    resumed.run.stream.items = [prompt for prompt in PROMPTS if prompt.index != gone]
+    with pytest.raises(DataError, match=f"data.train: row {gone + 1}, whose responses are in the checkpoint, is no"):
+        resumed.restore(state)
 
 
 def test_weights_that_do_not_arrive_are_noticed(model):
