@@ -138,7 +138,7 @@ def convert(source: Place, out: Place, to: str | None = None, like: Place | None
     """Convert a checkpoint, compare the copy with it bit by bit, and only then give it its name.
 
     Args:
-        source: a Hugging Face folder or hub name, a torch_dist checkpoint, a run, or a folder of adapters.
+        source: a Hugging Face folder or hub name, a torch_dist checkpoint, or a run.
         out: a new folder.
         to: hf, megatron or peft. None: not the source's format.
         like: a model with config.json and tokenizer, if the source has none.

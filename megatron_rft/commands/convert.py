@@ -1,11 +1,12 @@
 """`megatron-rft convert`: finds the source checkpoint and its format, and converts it."""
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 
-from megatron_rft.config import load_saved
+from megatron_rft.config import Model, load_saved
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion import load_config, lora
 from megatron_rft.conversion.convert import Conversion, SourceCheckpoint
@@ -16,7 +17,7 @@ from megatron_rft.data.hub import model_folder
 from megatron_rft.families.checks import why_unsupported
 from megatron_rft.launching.run_folder import RECIPE_FILE
 from megatron_rft.training import adapters, build
-from megatron_rft.utils.checkpoint_files import complete, damage
+from megatron_rft.utils.checkpoint_files import DIGESTS, complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 
 
@@ -28,9 +29,10 @@ def find_source(path: str, like: str | None = None, option: str = "source") -> S
     if the checkpoint has none; of adapters the model that they belong to.
     """
     like = like and str(model_folder(like, "like"))
-    if (Path(path).expanduser() / lora.CONFIG).is_file():
+    place = Path(os.path.abspath(Path(path).expanduser()))  # a run's recipe is two folders above its checkpoint
+    if (place / lora.CONFIG).is_file():
         raise DataError(f"{path} has adapters alone: PEFT's merge_and_unload makes a model of them and their base")
-    folder = _checkpoint_in(Path(path).expanduser())
+    folder = _checkpoint_in(place)
     if folder and (stored := folder.parent.parent / RECIPE_FILE).is_file() and load_saved(stored).lora:
         return _of_adapters(folder, stored, like)
     if folder is None:
@@ -44,6 +46,8 @@ def find_source(path: str, like: str | None = None, option: str = "source") -> S
 def _checkpoint_in(path: Path) -> Path | None:
     """The torch_dist checkpoint at or in `path`, or None."""
     if any((path / name).is_file() for name in (METADATA, CONFIG)) or list(path.glob("*.distcp")):
+        if (path / DIGESTS).is_file() and (wrong := damage(path)):
+            raise DataError(f"{path} is damaged: {wrong}. Choose another, or remove its {DIGESTS} to read it as it is")
         return path
     folder = path / "checkpoints" if (path / RECIPE_FILE).is_file() else path
     if folder.name != "checkpoints" or not folder.is_dir():
@@ -58,13 +62,14 @@ def _checkpoint_in(path: Path) -> Path | None:
 def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoint:
     """A checkpoint of adapters, on the model of the run's recipe `stored`, which may be at `like` now."""
     recipe = load_saved(stored)
-    model = recipe.model.model_copy(update={"path": like or recipe.model.path})
+    model = recipe.model.model_copy(update={"path": like, "tokenizer": None} if like else {})
+    base, tokenizer = _folders(model, stored)
     hf_config = build.load_hf_config(model)
-    adapters.check_base(folder, {"model.path": model_fingerprint(model_folder(model.path))})
+    adapters.check_base(folder, {"model.path": model_fingerprint(base)})
     found = AdapterCheckpoint(folder, hf_config, recipe.lora)
     dtype = torch.float32 if recipe.model.precision == "fp32" else torch.bfloat16
     merged = Merged(build.start_weights(model, recipe.run.seed, hf_config), found, recipe.lora, dtype)
-    return SourceCheckpoint(folder, "megatron", hf_config, build.tokenizer_folder(model), merged)
+    return SourceCheckpoint(folder, "megatron", hf_config, tokenizer, merged)
 
 
 def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
@@ -79,9 +84,13 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Name "
             "a model of the same architecture as `like`, by its folder or hub name"
         )
-    recipe = load_saved(stored)
+    return _folders(load_saved(stored).model, stored)
+
+
+def _folders(model: Model, stored: Path) -> tuple[Path, Path]:
+    """Those of the model and the tokenizer of the recipe `stored`."""
     try:
-        return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
+        return model_folder(model.path), build.tokenizer_folder(model)
     except DataError as error:
         raise DataError(f"{error} (from {stored}); if it was moved, name it as `like`") from None
 
