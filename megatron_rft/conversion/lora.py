@@ -73,19 +73,16 @@ def write(
 
 
 def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Lookup:
-    """A lookup of the adapters in `folder` by HF name.
-
-    Raises:
-        DataError: the folder has adapters of another model, or other adapters than `options` says.
-    """
+    """A lookup of the adapters in `folder` by HF name. Raises DataError if they are of another model, or others than
+    `options` says."""
     try:
-        config = {"use_rslora": False} | json.loads((folder / CONFIG).read_text())
+        config = {"use_rslora": False, "alpha_pattern": {}} | json.loads((folder / CONFIG).read_text())
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
     if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
         raise DataError(f"the adapters in {folder} were trained on another model than the one given")
-    for key, wanted in options.peft().items():
+    for key, wanted in (options.peft() | {"alpha_pattern": {}}).items():
         written = config.get(key)
         written = sorted(written) if isinstance(written, list) else written
         if written != wanted and not isinstance(wanted, str):  # the tensors say it
