@@ -101,7 +101,7 @@ class Run(Section):
     """SFT and offline: passes over the training set, instead of `steps`."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder that
-    holds a run. must: refuse a folder without one."""
+    holds a run. must: refuse a folder without such a checkpoint (trainer generate: without a run)."""
     access: Literal["owner", "group", "all"] = "group"
     """Who may read the run's files, as far as the umask allows it: prompts and responses can be confidential."""
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_rft.config import Recipe, difference, dump, load_saved
+from megatron_rft.utils.checkpoint_files import latest
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.files import write_atomically
 
@@ -15,9 +16,11 @@ BESIDE = {"launch", "diagnosis"}  # folders in a run's folder that do not make i
 def claim_folder(recipe: Recipe, writes: bool = True) -> None:
     """Create the run's folder, or claim it for resuming, and write the resolved recipe into it; not `writes`: only
     check. Raises ConfigError: the folder holds another recipe's run or other files; with run.resume=never: a run; with
-    run.resume=must: no run."""
+    run.resume=must: nothing to resume."""
     folder = Path(recipe.run.output_dir)
     stored, mode = folder / RECIPE_FILE, recipe.run.resume
+    if mode == "must" and not (stored.is_file() and (recipe.trainer == "generate" or latest(folder / "checkpoints"))):
+        raise ConfigError(f"run.resume is 'must', and there is nothing to resume in run.output_dir {folder}")
     if stored.is_file():
         if mode == "never":
             raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
@@ -26,8 +29,6 @@ def claim_folder(recipe: Recipe, writes: bool = True) -> None:
                 f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
                 "Choose another run.output_dir, or undo these changes to resume it"
             )
-    elif mode == "must":
-        raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
     elif folder.is_dir() and (others := sorted(p.name for p in folder.iterdir() if p.name not in BESIDE)):
         raise ConfigError(f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another")
     if writes:

@@ -11,11 +11,7 @@ from megatron_rft.utils.errors import ConfigError
 
 
 def check(options: Lora, s: ModelShape) -> str:
-    """Return the plan's line about the adapters.
-
-    Raises:
-        ConfigError: the model cannot have them.
-    """
+    """Return the plan's line about the adapters. Raises ConfigError if the model cannot have them."""
     _check_model(options, s)
     number = count(options, s)
     size = f"{number / 1e6:.2f} M" if number >= 1e5 else str(number)

@@ -36,6 +36,7 @@ from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import ALARMS, Loads, Mean, MismatchBounds, NonFiniteGuard, Stragglers, due
 from megatron_rft.training.problems import Problems
+from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.files import digest
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
@@ -127,6 +128,9 @@ class TrainingRun:
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
             self.guard.skipped = tuple(facts["skipped_steps"])
+            if self.done > self.total_steps:
+                why = f"the run in {self.folder} has done {self.done} steps, more than these {self.total_steps}"
+                raise ConfigError(f"run.{'steps' if self.recipe.run.steps else 'epochs'}: {why}. Give at least as many")
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             state = self.best.restore(state)
