@@ -26,9 +26,9 @@ from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Run
 from megatron_rft.conversion import shard
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
+from megatron_rft.conversion.lora import TENSORS
 from megatron_rft.data import hidden_states
 from megatron_rft.data import trajectories as store
-from megatron_rft.data.hidden_states import HiddenCache
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.images import ALBUM, PromptImages
 from megatron_rft.data.stream import Stream
@@ -49,7 +49,7 @@ from megatron_rft.training.run import TrainingRun
 from megatron_rft.training.stored import StoredBatches
 from megatron_rft.training.teacher import Teachers, by_row, check_images
 from megatron_rft.utils.errors import DataError
-from megatron_rft.utils.files import replacing
+from megatron_rft.utils.files import digest, replacing
 
 CHUNK_TOKENS = 1 << 16  # response tokens that are computed and written together
 LOGPROBS_FILE = "reference_logprobs.safetensors"
@@ -58,11 +58,10 @@ LOGPROBS_FILE = "reference_logprobs.safetensors"
 class Reference:
     """The frozen reference of offline training: its log-probs of the data, computed once and stored with the run, and
     its full distribution, which a forward KL and FPA need: each step by a forward pass with the reference's weights
-    (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`).
+    (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`). `data`: its digest.
+    `start`: the folder of the adapters that training starts from, if one is given."""
 
-    `digest`: of the data."""
-
-    def __init__(self, model: Model, run: Run, options: Offline, digest: str):
+    def __init__(self, model: Model, run: Run, options: Offline, data: str, start: str | None):
         self.model, self.seed, self.weights, self.cache = model, run.seed, None, None
         self.dtype = DTYPES[model.precision]
         self.compares = options.compares_distributions and not isinstance(options, Teaching)
@@ -70,8 +69,9 @@ class Reference:
         self.logprobs_file = Path(run.output_dir) / LOGPROBS_FILE
         reference = model.reference and model_fingerprint(model_folder(model.reference, "model.reference"))
         self.facts = {  # that determine the log-probs and hidden states
-            "data": digest,
+            "data": data,
             "model": reference or adapters.base_of(model, run.seed),
+            "lora.path": digest(Path(start) / TENSORS)["sha256"] if start and not reference else None,
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
@@ -90,7 +90,7 @@ class Reference:
                 self._write_cache(data)
             logprobs = self._logprobs(data)  # this file says that the cache is whole, too
         if self.cached:
-            self.cache, self.output = HiddenCache(self.folder), self._output_rows()
+            self.cache, self.output = hidden_states.HiddenCache(self.folder), self._output_rows()
         if not recomputed:
             self.weights = None
         return data.with_tokens(ref_logprobs=logprobs, data_index=torch.arange(len(data.response_ids)))
@@ -180,7 +180,7 @@ def train(recipe: Recipe) -> int:
     alone = recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
     cost = Costs(data, not alone)
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
-    reference = Reference(recipe.model, recipe.run, options, stored.digest)
+    reference = Reference(recipe.model, recipe.run, options, stored.digest, recipe.lora and recipe.lora.path)
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences // len(examples[0])
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     of_row = by_row(teaching, recipe.data.teacher_field, stored.fields.items())
@@ -201,8 +201,8 @@ def shown_again(stored: Stored, path: str, tokenizer: Any) -> dict[int, Prompt]:
     section = stored.index["facts"].get("images")
     prompts = Problems(Data(**section)).prompts("train", tokenizer).prompts if section else []
     now = {prompt.index: prompt for prompt in prompts}
-    for problem, digest in stored.images.items():
-        if problem not in now or now[problem].images.digest != digest:
+    for problem, stored_digest in stored.images.items():
+        if problem not in now or now[problem].images.digest != stored_digest:
             where = f"row {problem + 1} of {section['train']['path']}"
             raise DataError(f"data.train: the images of {where} are not those that the store {path} was generated from")
     return now

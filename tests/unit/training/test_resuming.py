@@ -1,13 +1,22 @@
-"""What a start refuses in a run's folder: run.resume must without a checkpoint, and fewer steps than were done."""
+"""What a start refuses in a run's folder: run.resume must without a checkpoint, fewer steps than were done, log-probs
+of a reference with other adapters."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from megatron_rft.config import load
-from megatron_rft.training.run import TrainingRun
+from examples.quickstart import arithmetic
+from megatron_rft.config import Model, load
+from megatron_rft.config.algorithms.offline import DPO
+from megatron_rft.config.sections import Run
+from megatron_rft.conversion.lora import TENSORS
 from megatron_rft.launching.run_folder import claim_folder
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.training.offline import LOGPROBS_FILE, Reference, _kept_logprobs
+from megatron_rft.training.run import TrainingRun
+from megatron_rft.utils.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -50,3 +59,25 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_done(tmp_path, option
         ConfigError, match=f"^run.{option}: the run in {tmp_path} has done 40 steps, more than these 20"
     ):
         TrainingRun.restore(run, {})
+
+
+def test_log_probs_of_a_reference_with_other_adapters_are_not_used_again(one_rank, tmp_path):
+    """An offline run keeps them in its folder; the reference is the model with the adapters of lora.path."""
+    arithmetic.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "start").mkdir()
+    start, adapters = str(tmp_path / "start"), tmp_path / "start" / TENSORS
+    here, kept = str(tmp_path), tmp_path / "start" / LOGPROBS_FILE
+
+    def facts(reference: str | None = None) -> dict:
+        model = Model(path=here, reference=reference)
+        return Reference(model, Run(output_dir=here), DPO(), "data", start).facts
+
+    adapters.write_bytes(b"adapters")
+    first, named = facts(), facts(here)
+    save_file({"logprobs": torch.ones(3)}, kept, metadata={"facts": json.dumps(first)})
+    assert _kept_logprobs(kept, first).tolist() == [1, 1, 1]
+    adapters.write_bytes(b"ADAPTERS")
+    with pytest.raises(DataError, match="is of another lora.path, which has changed since this run's first start"):
+        _kept_logprobs(kept, facts())
+    assert facts(here) == named  # a model of its own has none
