@@ -106,10 +106,9 @@ def message_events(whole: dict, body: dict) -> Iterable[Event]:
         kind = block["type"]
         given = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}[kind]
         yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": block | given}
+        delta = {"type": f"{kind}_delta", kind: block.get(kind)}  # text and thinking stand in fields of that name
         if kind == "tool_use":
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        else:
-            delta = {"type": f"{kind}_delta", kind: block[kind]}  # text and thinking stand in fields of that name
         yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     ended = {name: message[name] for name in ENDED}

@@ -79,6 +79,11 @@ class Reply:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
+class Given(dict):  # an object of a request
+    def __missing__(self, name: str) -> None:
+        raise LookupError(f"{name!r} is missing in {self!r:.80}")
+
+
 class Endpoint:
     """It serves in a thread of its own."""
 
@@ -151,7 +156,7 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             episode, raw = self._episode(request), await request.read()
             try:
-                body = json.loads(raw)
+                body = json.loads(raw, object_hook=Given)
                 check_form(REQUEST, body)
                 asked = dialect.asked(body)
                 check_form(ASKED, asked)
@@ -260,7 +265,7 @@ class Endpoint:
         try:
             events = list(dialect.events(reply.task.result(), body))
         except Exception as error:
-            events = [(None, dialect.error(refusal(error)))]
+            events = [("error", dialect.error(refusal(error)))]  # anthropic's client reads it by its name
         for name, event in events:
             line = f"event: {name}\n" if name else ""
             await answer.write(f"{line}data: {json.dumps(event)}\n\n".encode())

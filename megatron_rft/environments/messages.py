@@ -73,15 +73,9 @@ class Spoken:
         if self.completed(ids, stop) is None:
             return sampled
         length = next(n for n in range(1, len(ids) + 1) if self.completed(ids[:n], stop))
-        routes = sampled.routes
-        return replace(
-            sampled,
-            token_ids=tuple(ids[:length]),
-            logprobs=tuple(sampled.logprobs[:length]),
-            supports=sampled.supports[:length],
-            finish_reason="stop",
-            routes=None if routes is None else routes[: len(routes) - (len(ids) - length)],
-        )
+        routes = None if sampled.routes is None else sampled.routes[: len(sampled.routes) - (len(ids) - length)]
+        parts = {"token_ids": tuple(ids[:length]), "logprobs": tuple(sampled.logprobs[:length])}
+        return replace(sampled, **parts, supports=sampled.supports[:length], finish_reason="stop", routes=routes)
 
 
 def _first(stop: list[str], text: str) -> str | None:

@@ -90,18 +90,10 @@ def _segment(turns: list[PolicyTurn]) -> Response:
         spans.append((len(turn.tokens) - length - len(ids), len(turn.tokens) - length, 0.0))
         if (read := turn.sampled.routes) is not None:  # the engine has read earlier turns again: who wrote them counts
             routes = read if routes is None else np.concatenate([routes, read[len(routes) :]])
-    return Response(
-        last.tokens[length:],
-        tuple(logprobs),
-        last.sampled.finish_reason,
-        first.sampled.weight_version,
-        tuple(supports),
-        tuple(spans),
-        first.tokens[:length],
-        tuple(turn.said for turn in turns if turn.said),
-        routes=routes,
-        order=tuple(turn.number for turn in turns),
-    )
+    said, order = tuple(turn.said for turn in turns if turn.said), tuple(turn.number for turn in turns)
+    sampled = last.tokens[length:], tuple(logprobs), last.sampled.finish_reason, first.sampled.weight_version
+    about = tuple(supports), tuple(spans), first.tokens[:length], said
+    return Response(*sampled, *about, routes=routes, order=order)
 
 
 def plain(message: dict[str, Any]) -> Message:

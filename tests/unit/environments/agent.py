@@ -173,6 +173,8 @@ UNUSABLE = {
         ("tools[0]", {"tools": [{"type": "function", "function": {"name": "f", "parameters": "a text"}}]}),
         ("tools[0]", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}]}),
         ("tools[0]", {"tools": ["add"]}),
+        ("'text' is missing in {'type': 'text'}", {"messages": [user([{"type": "text"}])]}),
+        ("'name' is missing in {}", {"messages": [user("hi") | {"tool_calls": [{"function": {}}]}]}),
         ("tools", {"tools": [TOOLS[0] | {"function": {"name": "f", "description": "\ud800"}}]}),
         ("messages", {"messages": [user("half \ud800")]}),
         ("stop", {"stop": ["half \ud800"]}),
@@ -185,6 +187,10 @@ UNUSABLE = {
         ("messages", {"messages": [user("half \ud800")]}),
         *[("messages", {"messages": value}) for value in (None, 5, "hi", [5], [user(5)])],
         *[(f"{name}: ", {name: 5}) for name in ("tools", "output_config")],
+        ("'input_schema' is missing in {'name': 'f'}", {"tools": [{"name": "f"}]}),
+        ("'content' is missing in {'role': 'user'}", {"messages": [{"role": "user"}]}),
+        ("'tool_use_id' is missing in {'type': 'tool_result'}", {"messages": [user([{"type": "tool_result"}])]}),
+        ("'id' is missing in {'type': 'tool_use'}", {"messages": [user([{"type": "tool_use"}])]}),
     ],
     "/responses": [
         *[("max_output_tokens", {"max_output_tokens": value}) for value in (-1, 0, 4.0, "4", True)],
@@ -192,6 +198,9 @@ UNUSABLE = {
         ("messages", {"input": "half \ud800"}),
         *[("input", {"input": value}) for value in (None, 5, [5], [user(5)])],
         *[(f"{name}: ", {name: 5}) for name in ("tools", "text", "include")],
+        ("'type' is missing in {'name': 'f'}", {"tools": [{"name": "f"}]}),
+        ("'role' is missing in {'content': 'hi'}", {"input": [{"content": "hi"}]}),
+        ("'call_id' is missing in {'type': 'function_call'}", {"input": [{"type": "function_call"}]}),
     ],
 }
 

@@ -498,7 +498,7 @@ def test_an_error_in_an_answer_is_told_to_its_client_alone(play, chat_engine, to
     (response,) = only(play("waits" if stream else "once", chat_engine, score=f"{GRADERS}:files"), tokenizer)
     about = json.loads(response.score.reason)
     if stream:
-        assert "the request failed: KeyError: 'a bug'" in about["files"]["lines.txt"] and about["status"] == 0
+        assert re.search("event: error\ndata: .*the request failed: KeyError: 'a bug'", about["files"]["lines.txt"])
     assert about["status"] == (0 if stream else 1) and len(turns_of(response)) == 1
     assert "KeyError: 'a bug'" in capsys.readouterr().err
 
