@@ -118,6 +118,10 @@ def tool_calls(text: str, described: dict[str, dict] | None = None, *, quoted: b
     """Return the calls of a response, possibly none. `described`: properties (JSON Schema) of the arguments of each
     function, for formats that write all values as text. `quoted`: also between backticks. Raises Malformed."""
     calls = _read(text) or (_quoted(without_thoughts(text)) if quoted else [])
+    try:
+        json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:  # half of a surrogate pair: no file and no tokenizer takes it
+        raise Malformed(f"a call that cannot be written: {error}") from None
     return [_typed(call, (described or {}).get(call.name, {})) for call in calls]
 
 

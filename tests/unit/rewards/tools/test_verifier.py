@@ -110,6 +110,7 @@ def test_the_forms_of_calls(text, calls):
         "[TOOL_CALLS] f",
         "<function=f>{",
         'I call it: {"name": "f", "arguments": {"a": 1',
+        '<tool_call>{"name": "f", "arguments": {"a": ["half \\ud83d"]}}</tool_call>',
     ],
 )
 def test_what_cannot_be_read(text):
