@@ -86,7 +86,8 @@ def invented(environment: AnyEnvironment, problem: Prompt) -> list[str]:
     """Turns for one problem: calls of the functions with made-up arguments, digits, words, and at last its answer."""
     rng, calls = random.Random(problem.index), []
     for tool in (each["function"] for each in schemas(environment)):
-        given = {name: SAMPLES.get(about.get("type"), "a") for name, about in tool["parameters"]["properties"].items()}
+        kinds = {name: about.get("type") for name, about in tool["parameters"]["properties"].items()}  # or a list
+        given = {name: SAMPLES.get(k[0] if isinstance(k, list) else k, "a") for name, k in kinds.items()}
         given |= {"code": "print(6 * 7)"} if tool["name"] == "python" else {}
         calls.append("<tool_call>" + json.dumps({"name": tool["name"], "arguments": given}) + "</tool_call>")
     words = [str(rng.randint(0, 9)), problem.question[:20] or "?", *calls]

@@ -5,6 +5,7 @@ that cannot be read. The functions are described for the chat template.
 """
 
 import importlib.util
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -116,6 +117,8 @@ def python(code: str):
 def _schema(function: Callable[..., Any], named: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{OPTION}: {named} is async, and calls are not awaited: use asyncio.run in a plain function")
     try:
         return get_json_schema(function)
     except Exception as error:
