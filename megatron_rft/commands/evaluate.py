@@ -168,8 +168,7 @@ def reward_of(own: RewardOptions, benchmark: Benchmark) -> RewardOptions:
         return benchmark.reward or own
     if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
         return own
-    rules = {"rules": known.rules} if known.rules else {}
-    return SECTIONS[known.reward](**rules)
+    return SECTIONS[known.reward](**({"rules": known.rules} if known.rules else {}))
 
 
 def weights(folder: Path) -> Weights:
@@ -179,6 +178,6 @@ def weights(folder: Path) -> Weights:
 
 
 def digests(named: list[str]) -> dict[str, str]:
-    """The user's code by its name in the recipe -> SHA-256 of its file."""
-    files = {name: user_code.source(name) for name in named}
+    """The user's code by its name in the recipe, or a file -> SHA-256 of its file."""
+    files = {name: path if (path := Path(name)).is_file() else user_code.source(name) for name in named}
     return {name: digest(file)["sha256"] for name, file in files.items() if file and file.is_file()}

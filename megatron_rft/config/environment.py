@@ -1,5 +1,6 @@
 """The section `environment`: what answers the policy between its turns. No torch."""
 
+import os
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -41,7 +42,7 @@ class Base(Section):
 
     @property
     def code(self) -> list[str]:
-        """The user's code that it names."""
+        """The user's code that it names, and files of a command."""
         return []
 
     def own_options(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Program(Base, kind="program", without=("turn_timeout_s",)):
 
     @property
     def code(self) -> list[str]:
-        return [self.score] if self.score else []
+        return [*filter(os.path.isfile, self.command), *([self.score] if self.score else [])]
 
 
 AnyEnvironment = Own | Tools | Python | Program

@@ -277,8 +277,7 @@ def reread(folder: Path, name: str) -> EvalResult | None:
     if not summaries or len(rows) != summaries[0]["problems"] * summaries[0]["samples"]:
         return None
     parts = (summaries[0][key] for key in ("samples", "temperature", "seed"))
-    result = summarise([Completion(**row) for row in rows], name, *parts)
-    return replace(result, left_out=summaries[0]["left_out"])
+    return replace(summarise([Completion(**row) for row in rows], name, *parts), left_out=summaries[0]["left_out"])
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from megatron_rft.__main__ import main
 from megatron_rft.commands import evaluate as standalone
 from megatron_rft.commands import main as cli
 from megatron_rft.config import load
+from megatron_rft.config.environment import Program
 from megatron_rft.config.evaluation import Benchmark
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
@@ -125,6 +126,16 @@ def test_changed_code_of_the_users_reward_grades_anew(recipe, model, capsys, tmp
         code.write_text(f"def grade(prompt, text):\n    return {reward}\n")
         sys.modules.pop(f"user:{code}", None)
         assert f"| second | 3 | 2 | {reward:.3f}" in evaluate(recipe, model, capsys, own)
+
+
+def test_changed_code_of_a_program_is_asked_anew(tmp_path):
+    script = tmp_path / "my_agent.py"
+    options = Program(kind="program", command=["python", str(script), "a.b: no file" * 500], score="grade.py:grade")
+    found = []
+    for content in ("1", "2"):
+        script.write_text(content)
+        found.append(standalone.digests(options.code))
+    assert [*found[0]] == [*found[1]] == [str(script)] and found[0] != found[1]
 
 
 def test_samples_are_a_benchmarks_own(recipe):
