@@ -98,7 +98,7 @@ class ChoiceReward(Reward):
 
     def _score(self, reference: str, choice: str | None) -> Score:
         wanted = chosen(f"answer: {reference.strip()}") if len(reference.strip()) > 1 else reference.strip().upper()
-        if not wanted:
+        if not wanted or not re.fullmatch("[A-Z]", wanted):  # such as the number of an option
             return Score(0.0, error=f"the reference {reference[:80]!r} names no option")
         if choice is None:
             return verdict(False, "no option is chosen")

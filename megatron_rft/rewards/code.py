@@ -35,6 +35,7 @@ from megatron_rft.utils.errors import ConfigError
 NONE_PASSED = -0.3
 TIERS = {"does not compile": -1.0, "runtime error": -0.6, "time-out": -0.6}
 FIELDS = {"stdin": ("inputs", "outputs"), "call": ("name", "inputs", "outputs"), "assert": ("code",)}
+TYPES = {"name": str, "code": str, "inputs": list, "outputs": list, "names": list}
 PYTHON = ("python", "python3", "py", "py3")
 # Possessive, and with a bound, because the time of a search may not grow with the square of the line's length.
 OPENING = re.compile(r"^(?P<indent>[ \t>]*+).{0,1000}?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+#.-]*+)[^`\n]*+$")
@@ -131,13 +132,15 @@ def tests_of(prompt: Prompt) -> str:
 def read_tests(text: str) -> dict[str, Any] | str:
     """Return a row's tests, or why they cannot be read: an error of the data, not of the program."""
     try:
-        table = json.loads(text)
-        kind = table["kind"]
-        missing = [name for name in FIELDS[kind] if name not in table]
-    except (ValueError, TypeError, KeyError) as error:
+        table = {name: each for name, each in json.loads(text).items() if each is not None}
+        missing = [name for name in FIELDS[table["kind"]] if name not in table]
+        wrong = [name for name, kind in TYPES.items() if not isinstance(table.get(name, kind()), kind)]
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
         return f"the tests of the row cannot be read: {error!r} in {text[:80]!r}"
     if missing:
         return f"the tests of the row lack {', '.join(missing)}"
+    if wrong:
+        return f"{wrong[0]} of the row's tests must be a {TYPES[wrong[0]].__name__}: {table[wrong[0]]!r:.80}"
     if "inputs" in table and (not table["inputs"] or len(table["inputs"]) != len(table["outputs"])):
         return f"the row has {len(table['inputs'])} inputs and {len(table['outputs'])} outputs"
     return table

@@ -104,6 +104,8 @@ def test_rewards():
     scores = ChoiceReward()(prompts, ["<answer>D</answer>"] * 3 + ["<answer>A</answer>", "D"])
     assert [score.reward for score in scores] == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert scores[3].reason == "A is wrong" and "names no option" in scores[4].error
+    (score,) = ChoiceReward()([Prompt(0, (1,), "", "2")], ["The answer is C."])
+    assert score.error == "the reference '2' names no option", "the number of an option, as MMLU's rows have it"
 
 
 def test_format():

@@ -172,6 +172,10 @@ def test_a_row_without_usable_tests_is_an_error_and_no_reward(reward):
     for tests, problem in [
         ({"kind": "stdin", "inputs": [], "outputs": []}, "0 inputs"),
         ({"kind": "shell"}, "cannot be read"),
+        ([{"kind": "stdin"}], "cannot be read"),
+        ({"kind": "stdin", "inputs": "2\n", "outputs": "4\n"}, "inputs of the row's tests must be a list: '2\\n'"),
+        ({"kind": "stdin", "inputs": ["2"], "outputs": 5}, "outputs of the row's tests must be a list: 5"),
+        ({"kind": "call", "name": 5, "inputs": [[2]], "outputs": [4]}, "name of the row's tests must be a str: 5"),
         ({"kind": "call", "name": "f"}, "lack inputs, outputs"),
         ({"kind": "assert", "code": "assert ("}, "no Python"),
         ({"kind": "assert", "code": "x = 1"}, "no test"),
@@ -179,6 +183,11 @@ def test_a_row_without_usable_tests_is_an_error_and_no_reward(reward):
     ]:
         (score,) = grade(reward, tests, "def f(): return 1")
         assert problem in score.error, (tests, score)
+
+
+def test_fields_of_a_column_of_tables_may_be_null(reward):
+    tests = {"kind": "stdin", "inputs": ["2"], "outputs": ["2"], "name": None, "names": None, "code": None}
+    assert grade(reward, tests, "print(input())")[0].reward == 1.0
 
 
 def test_equal_programs_run_once(reward):
