@@ -130,7 +130,7 @@ class ServerEngine(Member):
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
         _, *line = command("MODEL", self.dtype, host="HOST", arguments=room, seeing=sees(self.config))
-        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
+        return f"Start it by\nVLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python {shlex.join(line)}"
 
     def _connect(self) -> None:
         """Form the process group for weights: this process and the server's workers."""

@@ -2,10 +2,12 @@
 
 import json
 import queue
+import shlex
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from transformers import Qwen3Config
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.vllm import server_client
-from megatron_rft.inference.vllm.arguments import command, flag
+from megatron_rft.inference.vllm.arguments import RUNNER, command, common, flag
 from megatron_rft.inference.vllm.server_client import ServerEngine, local_address
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError, RunFailed
@@ -111,9 +113,16 @@ def test_refused_before_training(facts, words):
 
 
 def test_a_server_without_the_end_point_of_token_ids():
-    words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\n.*--enable-scale-out"
+    words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\nVLLM.*_V2_MODEL_RUNNER=0 python .*--enable-scale-out"
     with answering(FACTS, lacks="/inference/v1/generate") as (url, _), pytest.raises(ConfigError, match=words):
         ServerEngine(url, CONFIG, torch.float32)
+
+
+def test_the_documented_command_has_every_option():
+    documented = Path("docs/rollout.md").read_text()
+    for name, value in common("MODEL", torch.bfloat16, "wire", 0, 0).items():
+        assert shlex.join(flag(name, value)) in documented
+    assert all(f"{name}={value}" in documented for name, value in RUNNER.items())
 
 
 def test_kept_caches_are_not_for_later_responses():
