@@ -43,7 +43,8 @@ class Spoken:
             message["reasoning_content"] = thought.removeprefix(THOUGHT).strip()
         if calls := self._calls(spelt, tools):
             marker = MARKERS.search(message["content"])
-            message["content"] = message["content"][: marker.start() if marker else 0].strip() or None
+            before = message["content"][: marker.start() if marker else 0].rstrip("[{ \t\n")  # of JSON without a tag
+            message["content"] = before.removesuffix("```json").removesuffix("```").strip() or None
             given = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
             message["tool_calls"] = [called(f"call_{id}_{number}", *each) for number, each in enumerate(given)]
         return message, sampled

@@ -29,6 +29,11 @@ PLAIN, THINKS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
         (PLAIN, f"{ANALYSIS}<|channel|>final<|message|>It is 2.<|return|>", "It is 2.", "to=functions.add {}?", 0),
         (PLAIN, ANALYSIS.partition("<|end|>")[0], "", "to=functions.add {}?", 0),
         (PLAIN, CALLS, None, "to=functions.add {}?", 1),
+        # JSON without a tag, or behind a tag that is a special token
+        (PLAIN, '{"name": "add", "arguments": {"a": 1}}', None, None, 1),
+        (PLAIN, '{"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}', None, None, 1),
+        (PLAIN, 'I add: [{"name": "add", "parameters": {"a": 1}}]', "I add:", None, 1),
+        (PLAIN, 'So:\n```json\n{"name": "add", "arguments": {"a": 1}}\n```', "So:", None, 1),
     ],
 )
 def test_an_open_thought_is_no_answer(prompt, text, content, thought, calls):
