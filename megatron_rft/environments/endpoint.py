@@ -26,6 +26,7 @@ from megatron_rft.environments import dialects
 from megatron_rft.environments.dialects import Dialect
 from megatron_rft.environments.program import MODEL, ProgramEpisode, Refused
 from megatron_rft.environments.turns import named, plain
+from megatron_rft.utils.errors import ConfigError
 
 KEEP_ALIVE_S = 5.0
 LARGEST = 64 << 20  # bytes of a request
@@ -92,7 +93,10 @@ class Endpoint:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="endpoint", daemon=True)
         self.thread.start()
-        self.url = asyncio.run_coroutine_threadsafe(self._serve(), self.loop).result()
+        try:
+            self.url = asyncio.run_coroutine_threadsafe(self._serve(), self.loop).result()
+        except OSError as error:
+            raise ConfigError(f"environment.host: {host!r} is no address of this machine ({error})") from None
 
     async def _serve(self) -> str:
         app = web.Application(client_max_size=LARGEST, middlewares=[self._as_errors])

@@ -60,8 +60,7 @@ class WeightValidator:
         for the device once."""
         missing = [name for name in self.shapes if name not in self._now]
         if self._refused or missing:
-            absent = f"{len(missing)} of {len(self.shapes)} tensors are"
-            return self._refused or f"{missing[0]} is missing ({absent})"
+            return self._refused or f"{missing[0]} is missing ({len(missing)} of {len(self.shapes)} tensors are)"
         now, ends = {}, torch.stack(self._ranges).tolist() if self._ranges else []
         for (name, dtype), (least, most) in zip(self._now.items(), ends, strict=True):
             if not abs(least) + abs(most) < float("inf"):  # NaN included

@@ -209,8 +209,7 @@ def _parses(source: str) -> bool:
 
 def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
     """Run the program on each input. After an error no further input is run, because the error decides the tier."""
-    outcomes: list[str] = []
-    used_s = 0.0
+    outcomes, used_s = list[str](), 0.0
     for given, expected in zip(table["inputs"], table["outputs"], strict=True):
         given, expected = _lines(given), _lines(expected)
         ended = run_script(server, source, given, limits)

@@ -112,8 +112,7 @@ class UserReward(Reward):
 
     def begin(self, prompts: Sequence[Prompt], texts: list[str]) -> Callable[[], list[Score]]:
         tasks: list[Ungraded] = []
-        pairs = zip(prompts, texts, strict=True)
-        for _, unit in groupby(pairs, key=lambda pair: pair[0].index):
+        for _, unit in groupby(zip(prompts, texts, strict=True), key=lambda pair: pair[0].index):
             number, responses = next(self.units), list(unit)
             prompt = replace(responses[0][0], token_ids=())
             tasks += [Ungraded(number, prompt, text) for _, text in responses]

@@ -223,8 +223,7 @@ class Sampler:
     def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
         """Return this rank's requests. Prompts are distributed by length, so that ranks have about equal work. A
         problem that was drawn twice is sampled with two seeds."""
-        seen: Counter[int] = Counter()
-        requests = []
+        seen, requests = Counter[int](), []
         for index, prompt in enumerate(prompts, first):
             seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
             seen[prompt.index] += 1

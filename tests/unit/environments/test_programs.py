@@ -448,6 +448,11 @@ def test_a_program_finds_its_row_and_none_of_the_runs_secrets(play, chat_engine,
         assert "WANDB_API_KEY" not in found and {*found} <= EXPECTED | {*KEPT}
 
 
+def test_the_endpoint_listens_at_an_address_of_this_machine():
+    with pytest.raises(ConfigError, match=r"environment.host: '192.0.2.1' is no address of this machine \(.*assign"):
+        endpoint.Endpoint("192.0.2.1")
+
+
 def test_what_is_refused(play, chat_engine, tokenizer, capsys):
     player = play("refused", chat_engine, score=f"{GRADERS}:files", max_turns=8, max_segments=3)
     (response,) = only(player, tokenizer, longest=1000)
