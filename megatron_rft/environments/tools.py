@@ -98,7 +98,7 @@ def schemas(environment: AnyEnvironment) -> tuple[dict[str, Any], ...]:
         if not importlib.util.find_spec("aiohttp"):
             raise ConfigError("environment.kind: aiohttp is not installed: pip install 'megatron-rft[agents]'")
         if shutil.which(absolute(program := environment.command[0])) is None:
-            raise ConfigError(f"environment.command: there is no program {program} (looked for in PATH)")
+            raise ConfigError(f"environment.command: there is no program {program} to execute (looked for in PATH)")
     if isinstance(environment, Python):
         return (_schema(python, "python"),)
     if isinstance(environment, Tools):

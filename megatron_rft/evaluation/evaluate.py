@@ -17,7 +17,7 @@ from megatron_rft.evaluation import passk
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward, check_finite, scored
-from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.files import read_json, read_json_lines, write_atomically
 
 CONDITIONS = "conditions.json"
@@ -120,11 +120,12 @@ class EvaluationCache:
 
     def __post_init__(self):
         self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples become lists, as in the file
-        known = conditions(self.folder)
+        known, path = conditions(self.folder), completions_file(self.folder, self.name)
+        if self.name not in known and path.is_file() and path.stat().st_size:  # it may be the data set
+            raise ConfigError(f"out: {path} is there, and no evaluation has written it: name another folder")
         self.completions = self._read() if known.get(self.name) == self.depends_on else {}
         # Rewritten, without an incomplete last line and without completions of another evaluation.
-        kept = (each for many in self.completions.values() for each in many)
-        write_atomically(completions_file(self.folder, self.name), lines(kept))
+        write_atomically(path, lines(each for many in self.completions.values() for each in many))
         write_atomically(self.folder / CONDITIONS, json.dumps(known | {self.name: self.depends_on}, indent=1))
 
     def add(self, completions: list[Row]) -> None:
@@ -260,9 +261,8 @@ def table(results: list[EvalResult]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in written)
 
 
-def write(results: list[EvalResult], folder: str | Path) -> None:
+def write(results: list[EvalResult], folder: Path) -> None:
     """`results.json`, `results.md`, and `<name>.jsonl` with every completion, into `folder`."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         completions_file(folder, result.name).write_text(lines(map(asdict, result.completions)), encoding="utf-8")

@@ -15,7 +15,7 @@ from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.errors import ConfigError, RunFailed
 
 TOKENIZER = arithmetic.tokenizer()
 PROMPTS = [
@@ -165,6 +165,15 @@ def test_line_separators_in_a_completion_are_no_ends_of_lines(tmp_path):
     row = {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
     EvaluationCache(tmp_path, "toy", {}, 1).add([row])
     assert EvaluationCache(tmp_path, "toy", {}, 1).completions == {0: [row]}
+
+
+def test_a_file_that_no_evaluation_has_written_stays(tmp_path):
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"out: .*data.jsonl is there, and no evaluation has written it"):
+        EvaluationCache(tmp_path, "data", {}, 1)
+    assert (tmp_path / "data.jsonl").read_text() == "{}\n", "the benchmark's own rows are there still"
+    (tmp_path / "toy.jsonl").touch()  # a kill may leave it before its conditions
+    assert EvaluationCache(tmp_path, "toy", {}, 1).completions == {}
 
 
 def test_problems_whose_grader_failed_are_asked_again(tmp_path):

@@ -113,7 +113,7 @@ def test_refused_before_training(facts, words):
 
 
 def test_a_server_without_the_end_point_of_token_ids():
-    words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\nVLLM.*_V2_MODEL_RUNNER=0 python .*--enable-scale-out"
+    words = r"(?s)takes no token ids .*/inference/v1/generate: 404.*\nVLLM.*_RUNNER=0 python .*--enable-scale-out"
     with answering(FACTS, lacks="/inference/v1/generate") as (url, _), pytest.raises(ConfigError, match=words):
         ServerEngine(url, CONFIG, torch.float32)
 
