@@ -71,7 +71,8 @@ def evaluate(
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
     sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, None, tokenizer, None, recipe.run.seed)
-    evaluator = Evaluator(recipe.evaluation, problems, sampler, folder)  # engine and rewards: in `measured`
+    given = {part: read.prompts for part, read in loaded.items()}
+    evaluator = Evaluator(recipe.evaluation, sampler, folder, given)  # engine and rewards: in `measured`
     asked = {part: Asked.of(part, usable, evaluator, recipe.reward, model) for part, usable in loaded.items()}
     results = measured(asked, evaluator, EngineBuilder(recipe), source, tokenizer)
     write([*results, *others(folder, list(asked), model["weights"])], folder)
@@ -100,7 +101,7 @@ def measured(
         for part, question in asked.items():
             with nullcontext() if question.answered else closing(registry.build(question.reward)) as reward:
                 sampler = replace(evaluator.sampler, engine=player, reward=reward)
-                result = replace(evaluator, sampler=sampler).measure(part, question.prompts, question.cache)
+                result = replace(evaluator, sampler=sampler).measure(part, question.cache)
                 results.append(replace(result, left_out=question.left_out))
     return results
 
@@ -117,9 +118,8 @@ class Asked:
     @classmethod
     def of(cls, part: str, read: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
-        problems, samples = evaluator.problems, evaluator.samples(part)
-        reward = reward_of(own, problems.benchmarks[part]) if part in problems.benchmarks else own
-        prompts = read.prompts[: evaluator.options.limit]
+        benchmark, samples = evaluator.options.benchmarks.get(part), evaluator.samples(part)
+        prompts, reward = evaluator.prompts(part), reward_of(own, benchmark) if benchmark else own
         depends_on = {
             "megatron_rft": __version__,
             **model,

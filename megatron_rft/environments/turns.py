@@ -90,10 +90,10 @@ def _segment(turns: list[PolicyTurn]) -> Response:
         spans.append((len(turn.tokens) - length - len(ids), len(turn.tokens) - length, 0.0))
         if (read := turn.sampled.routes) is not None:  # the engine has read earlier turns again: who wrote them counts
             routes = read if routes is None else np.concatenate([routes, read[len(routes) :]])
-    said, order = tuple(turn.said for turn in turns if turn.said), tuple(turn.number for turn in turns)
-    sampled = last.tokens[length:], tuple(logprobs), last.sampled.finish_reason, first.sampled.weight_version
-    about = tuple(supports), tuple(spans), first.tokens[:length], said
-    return Response(*sampled, *about, routes=routes, order=order)
+    own = {"logprobs": tuple(logprobs), "supports": tuple(supports), "routes": routes, "turns": tuple(spans)}
+    own |= {"said": tuple(turn.said for turn in turns if turn.said), "order": tuple(turn.number for turn in turns)}
+    known = {"finish_reason": last.sampled.finish_reason, "weight_version": first.sampled.weight_version}
+    return Response(last.tokens[length:], prompt_ids=first.tokens[:length], **known, **own)
 
 
 def plain(message: dict[str, Any]) -> Message:

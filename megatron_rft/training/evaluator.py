@@ -3,7 +3,7 @@
 import json
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import State
 from megatron_rft.records import Prompt
-from megatron_rft.training.problems import Problems
 from megatron_rft.utils.files import read_json
 
 PREFIX = "selection."
@@ -81,25 +80,24 @@ class Evaluator:
     """Divides the problems among the ranks. Writes the answers under `folder`."""
 
     options: Evaluation
-    problems: Problems
     sampler: GradedSampler
     folder: Path
+    given: dict[str, list[Prompt]]  # problems by part
     gather: Callable[[list], list] = list
     rank: int | None = 0  # among the ranks that drive an engine; None: this rank drives none
     world: int = 1
-    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems by part
 
-    def measure(
-        self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
-    ) -> EvalResult:
-        """Evaluate the problems of a part, or `prompts`."""
+    def measure(self, part: str, cache: EvaluationCache | None = None) -> EvalResult:
         sampler = replace(self.sampler, samples=self.samples(part))
-        prompts = self.given[part][: self.options.limit] if prompts is None else prompts
         where = {"rank": self.rank, "world": self.world, "batch": self.options.batch}
-        return evaluate(sampler, prompts, self.gather, name=part, cache=cache, **where)
+        return evaluate(sampler, self.prompts(part), self.gather, name=part, cache=cache, **where)
+
+    def prompts(self, part: str) -> list[Prompt]:
+        return self.given[part][: self.options.limit]
 
     def samples(self, part: str) -> int:
-        return getattr(self.problems.source(part), "samples", None) or self.options.samples
+        benchmark = self.options.benchmarks.get(part)
+        return (benchmark and benchmark.samples) or self.options.samples
 
     def __call__(self, part: str, step: int) -> dict[str, float]:
         """Evaluate data.`part` and record the result under `step`. Returns `EvalResult.summary`."""

@@ -61,8 +61,8 @@ def train(recipe: Recipe) -> int:
     routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:
-        given = prompts.dropped, evaluated, routes is None
-        run = TrainingRun(recipe, tokenizer, models, stream, recipe.run.steps, stack, *given)
+        about = {"dropped": prompts.dropped, "given": evaluated, "keeps_episodes": routes is None}
+        run = TrainingRun(recipe, tokenizer, models, stream, recipe.run.steps, stack, **about)
         pairs = refiner = None
         if recipe.refines:
             template = recipe.constraint.template_text(recipe.reward.kind)

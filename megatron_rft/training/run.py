@@ -35,7 +35,6 @@ from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.monitor import ALARMS, Loads, Mean, MismatchBounds, NonFiniteGuard, Stragglers, due
-from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.files import digest
 from megatron_rft.utils.position import here
@@ -114,9 +113,8 @@ class TrainingRun:
         self.player = around(engine, engines, tokenizer, stack, self.weights if keeps else None)
         graded = self.player, tokenizer, self.reward, recipe.run.seed
         sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, *graded)
-        problems, driver = Problems(recipe.data, recipe.environment), self.player.driver()
-        folder = self.folder / "evaluation"
-        self.evaluator = Evaluator(recipe.evaluation, problems, sampler, folder, parallel.gather, *driver, given)
+        among = parallel.gather, *self.player.driver()
+        self.evaluator = Evaluator(recipe.evaluation, sampler, self.folder / "evaluation", given, *among)
 
     def restore(self, state: State) -> State:
         """Load the newest intact checkpoint, if any. Returns the objective's state, else `state`. Sets `done`, the

@@ -139,8 +139,7 @@ def test_changed_code_of_a_program_is_asked_anew(tmp_path):
 
 
 def test_samples_are_a_benchmarks_own(recipe):
-    loaded = load(recipe)
-    evaluator = Evaluator(loaded.evaluation, Problems(loaded.data, benchmarks=loaded.evaluation.benchmarks), None, None)
+    evaluator = Evaluator(load(recipe).evaluation, None, None, {})
     assert (evaluator.samples("first"), evaluator.samples("second")) == (3, 2)
 
 
