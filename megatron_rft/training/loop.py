@@ -62,7 +62,7 @@ def train(run: TrainingRun, batches: Batches, models: Models, objective: Objecti
         metrics |= prepared.metrics
         for update in prepared.updates:
             for mini_batch in update.steps():
-                metrics |= run.optimizer_step(update, mini_batch, step)
+                run.optimizer_step(update, mini_batch, step)
         models.end_of_step()
         state = prepared.state
         batches.release(step, state)

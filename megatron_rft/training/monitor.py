@@ -4,6 +4,7 @@ Alarms are about known failures of the algorithms (`tracking.alarms` turns them 
 mismatch, which has bounds in the section `faults`. Nothing here changes a number that is trained on.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,8 +90,8 @@ class MismatchBounds(Observer):
 @dataclass
 class Alarm(Observer):
     """`condition(metrics, first)` must hold in the last STEPS steps that have the metric `needs`; `first` is its mean
-    over the first of them. An alarm is told when this becomes true, and again only after it was false. A resumed run
-    begins its windows again.
+    over the first of them; NaN is no value. An alarm is told when this becomes true, and again only after it was false.
+    A resumed run begins its windows again.
     """
 
     needs: str
@@ -102,10 +103,10 @@ class Alarm(Observer):
     holds: bool = False
 
     def end_of_step(self, step: int, metrics: Metrics) -> str:
-        if self.needs not in metrics:
+        if math.isnan(value := metrics.get(self.needs, math.nan)):
             return ""
         if len(self.first) < FIRST:
-            self.first.append(metrics[self.needs])
+            self.first.append(value)
         self.last.append(metrics)
         before, mean = self.holds, sum(self.first) / len(self.first)
         self.holds = len(self.last) == STEPS and all(self.condition(each, mean) for each in self.last)
@@ -134,9 +135,8 @@ ALARMS = (
     ),
     Alarm(
         "reward/group_std",  # absent where a group is one response, which always agrees with itself
-        lambda step, _: step.get("reward/all_right_groups", 0.0) + step.get("reward/all_wrong_groups", 0.0) >= 1 - 1e-9,
-        "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "
-        "reward/all_wrong_groups)",
+        lambda step, _: step["reward/group_std"] < 1e-6,
+        "in every group all responses have the same reward, so that none is better than another (reward/group_std)",
     ),
     Alarm(
         "policy/kl",
@@ -152,7 +152,7 @@ ALARMS = (
     ),
     Alarm(
         "constraint/improved",
-        lambda step, _: step["constraint/improved"] == 0,
+        lambda step, _: step["constraint/improved"] == 0 < step["constraint/refined"],
         "the refiner has improved no response (constraint/improved)",
         "docs/dynamic.md",
     ),
@@ -175,14 +175,18 @@ PHASES = ("generation", "reward", "refine", "logprobs", "training", "verificatio
 
 
 class NonFiniteGuard(Observer):
-    """Allows `bound` skipped optimizer steps in a row. One more writes the batch to disk and ends the run."""
+    """Allows `bound` skipped steps of an update in a row. One more writes the batch to disk and ends the run."""
 
     def __init__(self, output_dir: Path, bound: int):
         self.output_dir, self.bound, self.skipped = output_dir, bound, (0, 0)  # in a row, in all
+        self.last = ""  # the update of the last skipped step: a critic's good step says nothing about the policy's
 
     def trained(self, step: Trained) -> None:
         in_a_row, in_all = self.skipped
-        self.skipped = (in_a_row + 1, in_all + 1) if step.metrics["skipped"] else (0, in_all)
+        if step.metrics["skipped"]:
+            self.skipped, self.last = (in_a_row + 1, in_all + 1), step.name
+        elif self.last in ("", step.name):
+            self.skipped = (0, in_all)
         if self.skipped[0] <= self.bound:
             return
         metrics, path = step.metrics, self.output_dir / f"failed_batch_step_{step.number:06d}.safetensors"

@@ -198,8 +198,8 @@ class TrainingRun:
             yield self.done + 1
             self.done += 1
 
-    def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
-        """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""
+    def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> None:
+        """Train on one mini-batch of `update`, and measure the gradient norms of the loss's parts if they are due."""
         models, norms = self.models, {}
         batch, counts = update.computed(mini_batch, models.skips_zero_advantages)
         second = models.second(update, batch)
@@ -207,11 +207,10 @@ class TrainingRun:
             with self.phases("part_norms"):
                 norms = models.part_norms(update, batch, counts, second)
         with self.phases("verification" if update.name == "verification" else "training"):
-            metrics = models.step(update, batch, counts, second)
+            metrics = norms | models.step(update, batch, counts, second)
         trained = Trained(step, update.name, mini_batch, batch, metrics)
         for observer in self.observers:
             observer.trained(trained)
-        return norms
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every

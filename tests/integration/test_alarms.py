@@ -45,7 +45,7 @@ RUNS = {
             "constraint": {"kind": "dynamic", "eta": 0.1},
             "reward": {"function": "nothing"},
         },
-        ("in every group all responses have the same verdict", "the refiner has improved no response"),
+        ("in every group all responses have the same reward", "the refiner has improved no response"),
     ),
     "a reward that falls whatever the policy does": (
         {

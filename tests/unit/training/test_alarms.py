@@ -20,6 +20,7 @@ HEALTHY = {
     "policy/kl": 0.1,
     "pipo/suppressed": 0.0,
     "constraint/improved": 0.2,
+    "constraint/refined": 8.0,
     "dynamics/future_weight_saturated": 0.5,
     "experts/load_min": 0.2,
 }
@@ -28,7 +29,7 @@ FAILURES = {
     "the entropy has collapsed": {"policy/entropy": 0.05},
     "the responses explode": {"response/length_mean": 50.0, "response/finished": 0.2},
     "no response ends": {"response/finished": 0.0},
-    "in every group": {"reward/all_right_groups": 0.75, "reward/all_wrong_groups": 0.25},
+    "in every group": {"reward/group_std": 0.0},
     "far from the reference": {"policy/kl": 1.5},
     "PIPO has suppressed": {"pipo/suppressed": 1.0},
     "the refiner has improved": {"constraint/improved": 0.0},
@@ -48,10 +49,30 @@ def test_a_healthy_run_has_none():
 
 
 def test_groups_of_one_response_always_agree():
-    alone = HEALTHY | FAILURES["in every group"]
+    alone = HEALTHY | {"reward/all_right_groups": 0.75, "reward/all_wrong_groups": 0.25}
     del alone["reward/group_std"]
     alarms = deepcopy(ALARMS)
     assert not [told for step in range(1, 30) for told in check(alarms, alone, step)]
+
+
+def test_wrong_responses_with_different_rewards_have_advantages():
+    """As in the tiers of a reward of code: none is right, and some are better than others."""
+    tiers = HEALTHY | {"reward/all_right_groups": 0.0, "reward/all_wrong_groups": 1.0}
+    alarms = deepcopy(ALARMS)
+    assert not [told for step in range(1, 30) for told in check(alarms, tiers, step)]
+
+
+def test_a_refiner_without_work_has_not_failed():
+    alarms, done = deepcopy(ALARMS), HEALTHY | {"constraint/improved": 0.0, "constraint/refined": 0.0}
+    assert not [told for step in range(1, 30) for told in check(alarms, done, step)]
+
+
+def test_a_skipped_step_disables_no_alarm():
+    """Its metrics are NaN."""
+    alarms, nan, low = deepcopy(ALARMS), {"policy/entropy": float("nan")}, {"policy/entropy": 0.05}
+    kinds = [HEALTHY | nan] + [HEALTHY] * 24 + [HEALTHY | low] * 5 + [HEALTHY | nan] + [HEALTHY | low] * 5
+    told = [(step, each) for step, metrics in enumerate(kinds, 1) for each in check(alarms, metrics, step)]
+    assert [step for step, _ in told] == [25 + STEPS + 1] and "the entropy has collapsed" in told[0][1]
 
 
 @pytest.mark.parametrize("sentence", FAILURES)
