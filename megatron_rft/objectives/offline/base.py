@@ -4,6 +4,7 @@ A method defines its examples (trajectories, right ones only, pairs), the model 
 Every method logs the same dynamics, separately for right and wrong trajectories (fpa.txt figures 2 and 3).
 """
 
+import math
 from abc import abstractmethod
 from functools import partial
 
@@ -51,11 +52,11 @@ class Offline(base.Objective):
 
 
 def counts(batch: Batch) -> dict[str, float]:
-    """The denominators of a global mini-batch; right and wrong trajectories also have their own."""
+    """The denominators of a global mini-batch; right and wrong trajectories also have their own, NaN without any."""
     trained = base.trained_tokens(batch) > 0
     right = batch.sequences["rewards"] > 0
     parts = {"correct": trained & right, "incorrect": trained & ~right}
-    return base.counts(batch) | {"one": 1.0} | {name: max(part.sum().item(), 1.0) for name, part in parts.items()}
+    return base.counts(batch) | {"one": 1.0} | {name: part.sum().item() or math.nan for name, part in parts.items()}
 
 
 def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> base.Sum:

@@ -310,7 +310,14 @@ def test_any_cut_gives_the_same_and_a_rank_without_work_adds_nothing(name):
     expected, expected_logged, _ = evaluated(objective)
     assert total == pytest.approx(expected, rel=1e-12)
     for key, value in expected_logged.items():
-        assert sum(each[key] for each in logged) == pytest.approx(value, rel=1e-12), key
+        assert sum(each[key] for each in logged) == pytest.approx(value, rel=1e-12, nan_ok=True), key
+
+
+def test_rft_has_no_dynamics_of_wrong_trajectories():
+    """It trains on none, and a mean over none is no number."""
+    _, logged, _ = evaluated(made("rft"))
+    assert logged["dynamics/weight_correct"] > 0 and logged["dynamics/low_weight_incorrect"] == 0
+    assert math.isnan(logged["dynamics/weight_incorrect"]) and math.isnan(logged["dynamics/log_ratio_incorrect"])
 
 
 def test_dynamics_by_hand():
