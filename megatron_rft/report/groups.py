@@ -56,7 +56,8 @@ class RunGroup:
 
     def series(self, name: str) -> Series:
         """Return one metric. Evaluations of a single run have the standard error from its metrics file."""
-        over_seeds = self._over_seeds(lambda run: zip(*run.of(name), strict=True))
+        absent = 0.0 if name.startswith("seconds/") else None  # a step without a phase spent no time in it
+        over_seeds = self._over_seeds(lambda run: zip(*run.of(name, absent), strict=True))
         if len(self.runs) == 1 and self.has(f"{name}_se"):
             return Series(over_seeds.mean, self.series(f"{name}_se").mean)
         return over_seeds

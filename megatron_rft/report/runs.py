@@ -53,9 +53,9 @@ class RecordedRun:
         samples = [{"step": line["step"]} | sample for line in self.samples for sample in line["samples"]]
         return [sample for sample in samples if sample.get("turns")]
 
-    def of(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
-        points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+    def of(self, name: str, absent: float | None = None) -> tuple[list[int], list[float]]:
+        """Return the metric's steps and values, without null, which stands for NaN. `absent`: the value elsewhere."""
+        points = [(each["step"], value) for each in self.records if (value := each.get(name, absent)) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
 

@@ -3,6 +3,7 @@
 import time
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_rft.report.runs import METRICS_FILE, RECIPE, RecordedRun, read
@@ -44,9 +45,9 @@ def _head(run: RecordedRun, finished: bool, lives: bool, now: float) -> str:
         parts.append(f"its last step ended {clock_time(max(now - last['time'], 0))} ago")
     if finished:
         return ", ".join([*parts, "finished"])
-    recent = run.records[-PACE_STEPS - 1 :]
-    if lives and len(recent) > 1 and total and last["step"] < total:
-        pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
+    recent = [seconds for step, seconds in zip(*run.of("seconds/step"), strict=True) if step][-PACE_STEPS:]
+    if lives and recent and total and last["step"] < total:
+        pace = fmean(recent)  # not from `time`: the run may have stood still between two starts
         parts += [f"{pace:.1f} s per step", f"{clock_time(pace * (total - last['step']))} left"]
     return ", ".join(parts)
 

@@ -70,6 +70,16 @@ class TestGroups:
         assert group.series("reward/mean").mean[1] == pytest.approx(0.42)  # of steps 1, 2 and 3
         assert group.so_far("seconds/step")[-1] == pytest.approx(2005)
 
+    def test_a_phase_that_few_steps_have_does_not_fill_its_bins(self, tmp_path):
+        """An evaluation of 6 s in one of the three steps of a bin is 2 s a step."""
+        run = write_run(tmp_path / "long", steps=1000)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | ({"seconds/evaluation": 6.0} if line["step"] == 2 else {}) for line in lines]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (group,) = grouped(read_all([run])[0])
+        assert group.width == 3 and group.series("seconds/evaluation").mean[:3] == [0.0, 2.0, 0.0]
+        assert group.series("evaluation/pass@1").mean[1] is None, "only time is 0 where it is absent"
+
     def test_names_fall_back_to_the_folders(self, tmp_path):
         folders = []
         for seed in (0, 1):

@@ -43,6 +43,15 @@ def test_what_it_says(run, capsys):
     assert "the entropy has collapsed" in told
 
 
+def test_the_time_left_does_not_count_the_hours_before_a_resume(run, capsys):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"time": line["time"] - 36000 * (line["step"] < 5)} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with run_lock.held(run):
+        assert main(["status", str(run)]) == 0
+    assert "2.0 s per step, 0:40 left" in capsys.readouterr().out
+
+
 def test_a_run_has_finished_once_its_last_model_is_exported(run, capsys):
     """Also before its last step (early stopping), but not with the export of an earlier start."""
     node(run, 0, age=600.0)
