@@ -13,14 +13,7 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, SecondDistribution, State
-from megatron_rft.objectives.surrogates import (
-    LOG_RATIO_BOUND,
-    aggregate,
-    clipped_surrogate,
-    log_ratio,
-    mismatch_sums,
-    surrogate_loss,
-)
+from megatron_rft.objectives.surrogates import aggregate, clipped_surrogate, log_ratio, mismatch_sums, surrogate_loss
 from megatron_rft.records import Batch, like
 
 OUTPUTS = frozenset({"logprobs", "entropy", "other_logprobs", "reverse_kl"})
@@ -63,8 +56,8 @@ class SDPO(PolicyObjective):
             metrics |= mismatch_sums(logprobs, batch)
         divergence = outputs["reverse_kl"]
         if self.options.importance_cap:
-            weights = log_ratio(logprobs, batch).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-            divergence = divergence * weights.clamp(max=self.options.importance_cap)
+            weights = log_ratio(logprobs, batch).exp().clamp(max=self.options.importance_cap)
+            divergence = divergence * weights
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         distance = aggregate(divergence, batch, self.options.aggregation, self.setting.max_response_tokens)
         return Loss({"distillation": (1.0, distance)}, metrics)

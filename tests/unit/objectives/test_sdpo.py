@@ -80,6 +80,9 @@ def test_importance_weights_are_capped_and_have_no_gradient(cap, expected):
     logprobs = (update.batch.tokens["old_logprobs"] + ratio.log()).requires_grad_()
     kl = torch.ones(5, requires_grad=True)
     outputs = {"reverse_kl": kl, "logprobs": logprobs, "entropy": torch.ones(5), "other_logprobs": torch.zeros(5)}
-    loss = update.loss(outputs, update.batch).mean(counts(update.batch))
-    loss.backward()
-    assert loss.item() == pytest.approx(expected) and logprobs.grad is None
+    loss, number = update.loss(outputs, update.batch), counts(update.batch)
+    mean = loss.mean(number)
+    mean.backward()
+    assert mean.item() == pytest.approx(expected) and logprobs.grad is None
+    logged = loss.logged(number).get("importance_mean")
+    assert logged is None if cap is None else logged.item() == pytest.approx(expected)  # as cut
