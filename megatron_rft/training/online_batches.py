@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from megatron_rft.data.stream import Stream
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.objectives.surrogates import mismatch
@@ -151,15 +152,18 @@ class OnlineBatches(Batches):
 
 def _to_json(result: RoundResult) -> dict:
     rollouts = [replace(rollout, prompt=rollout.prompt.index) for rollout in result.rollouts]
-    return asdict(replace(result, rollouts=rollouts))
+    digests = {rollout.prompt.index: Stream([rollout.prompt]).digest() for rollout in result.rollouts}
+    return asdict(replace(result, rollouts=rollouts)) | {"digests": digests}
 
 
 def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
     for rollout in row["rollouts"]:
-        if rollout["prompt"] not in prompts:
-            gone = f"data.train: row {rollout['prompt'] + 1}, whose responses are in the checkpoint, is no longer used"
+        index = rollout["prompt"]
+        prompt = rollout["prompt"] = prompts.get(index)
+        stored = row.get("digests", {}).get(str(index))  # an older version stored none
+        if not prompt or stored and stored != Stream([prompt]).digest():
+            gone = f"data.train: row {index + 1}, whose responses are in the checkpoint, is no longer the same"
             raise DataError(f"{gone}. Restore the data, or start in another run.output_dir")
-        rollout["prompt"] = prompts[rollout["prompt"]]
     return ROUND.validate_python(row)
 
 

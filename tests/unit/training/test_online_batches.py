@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -147,14 +148,24 @@ def test_a_checkpoint_keeps_what_is_under_way(model, member):
     assert untimed[0].keys() == untimed[1].keys()
 
 
-def test_a_row_that_is_gone_is_named(model):
+@pytest.mark.parametrize("change", ["gone", "edited", "reordered"])
+def test_a_row_that_changed_is_named(model, change):
     """A resumed run reads data.train again, and the responses that were sampled ahead belong to its rows."""
     first = build(model, 1)
     run(first, last=2)
     state, resumed = first.state(), build(model, 1)
-    gone = first.pending[3][0].rollouts[0].prompt.index
-    resumed.run.stream.items = [prompt for prompt in PROMPTS if prompt.index != gone]
-    with pytest.raises(DataError, match=f"data.train: row {gone + 1}, whose responses are in the checkpoint, is no"):
+    row = first.pending[3][0].rollouts[0].prompt.index
+    items = {prompt.index: prompt for prompt in PROMPTS}
+    items["added"] = replace(PROMPTS[0], index=999)  # which no response is to
+    resumed.run.stream.items = list(items.values())
+    resumed.restore(state)
+    if change == "gone":
+        del items[row]
+    else:
+        other = next(prompt for prompt in PROMPTS if prompt.index != row)
+        items[row] = replace(items[row], answer="9") if change == "edited" else replace(other, index=row)
+    resumed.run.stream.items = list(items.values())
+    with pytest.raises(DataError, match=f"data.train: row {row + 1}, whose responses are in the checkpoint, is no"):
         resumed.restore(state)
 
 
