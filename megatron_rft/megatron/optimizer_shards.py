@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rft.conversion.mapping import VOCABULARY
 from megatron_rft.utils.errors import DataError
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
@@ -125,11 +126,14 @@ class ShardReader:
     """Reads ranges from the files of `index`."""
 
     def __init__(self, found: list[tuple[str, int, dict]]):
-        self.known: dict[tuple[str, str], list[tuple[str, int, Range]]] = defaultdict(list)
-        for path, number, given in found:
-            box = {"offset": tuple(given["offset"]), "shape": tuple(given["shape"])}
-            one = Range(given["key"], **box, start=given["start"], stop=given["stop"])
-            self.known[given["set"], one.key].append((path, number, one))
+        # set and key -> box -> (file, number, start, stop) of each range
+        self.known: dict[tuple[str, str], dict[tuple, list]] = defaultdict(lambda: defaultdict(list))
+        for path, number, one in found:
+            box = tuple(one["offset"]), tuple(one["shape"])
+            self.known[one["set"], one["key"]][box].append((path, number, one["start"], one["stop"]))
+        for (_, key), boxes in self.known.items():
+            if any(sum(stop - start for *_, start, stop in each) < math.prod(box[1]) for box, each in boxes.items()):
+                raise DataError(f"a part of the optimizer's state of {key} is missing")
         self.open = cache(lambda path: safe_open(path, "pt"))
 
     @torch.no_grad()
@@ -145,34 +149,33 @@ class ShardReader:
                 part._set_main_param_and_optimizer_states(parameter, {k: v.to(device) for k, v in tensors.items()})
 
     def _fill(self, out: Tensor, name: str, value: str, wanted: Range) -> None:
-        stored = self.known[name, wanted.key]
-        if not stored:
-            raise DataError(f"it has no optimizer state of {wanted.key}")
-        same = [each for each in stored if (each[2].offset, each[2].shape) == (wanted.offset, wanted.shape)]
-        for path, number, one in same:
-            low, high = max(one.start, wanted.start), min(one.stop, wanted.stop)
+        boxes, own = self.known[name, wanted.key], (wanted.offset, wanted.shape)
+        for path, number, start, stop in boxes.get(own, ()):
+            low, high = max(start, wanted.start), min(stop, wanted.stop)
             if low < high:
-                values = self.open(path).get_slice(f"{number}/{value}")[low - one.start : high - one.start]
+                values = self.open(path).get_slice(f"{number}/{value}")[low - start : high - start]
                 out[low - wanted.start : high - wanted.start] = values
-        if not same:
-            whole = torch.zeros(wanted.shape)
-            for box in {(one.offset, one.shape) for _, _, one in stored}:
-                _paste(whole, wanted.offset, lambda box=box: self._box(name, value, wanted.key, box), *box)
+        if own not in boxes:
+            whole, left = torch.zeros(wanted.shape), math.prod(wanted.shape)
+            for box, ranges in boxes.items():
+                left -= _paste(whole, wanted.offset, partial(self._box, value, box[1], ranges), *box)
+            if left and not (boxes and wanted.key.endswith(VOCABULARY)):  # whose padding depends on the layout
+                raise DataError(f"the optimizer's state of {wanted.key} is missing, or a part of it")
             out.copy_(whole.view(-1)[wanted.start : wanted.stop])
 
-    def _box(self, name: str, value: str, key: str, box: tuple) -> Tensor:
-        flat = torch.zeros(math.prod(box[1]))
-        for path, number, one in self.known[name, key]:
-            if (one.offset, one.shape) == box:
-                flat[one.start : one.stop] = self.open(path).get_tensor(f"{number}/{value}")
-        return flat.view(box[1])
+    def _box(self, value: str, shape: tuple, ranges: list) -> Tensor:
+        flat = torch.zeros(math.prod(shape))
+        for path, number, start, stop in ranges:
+            flat[start:stop] = self.open(path).get_tensor(f"{number}/{value}")
+        return flat.view(shape)
 
 
-def _paste(whole: Tensor, at: tuple, read: Any, offset: tuple, shape: tuple) -> None:
-    """Copy the part of the box at `offset` that lies in `whole`, which is at `at`."""
+def _paste(whole: Tensor, at: tuple, read: Any, offset: tuple, shape: tuple) -> int:
+    """Copy the part of the box at `offset` that lies in `whole`, which is at `at`. Returns its number of elements."""
     low = [max(a, b) for a, b in zip(at, offset, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(at, whole.shape, offset, shape, strict=True)]
-    if all(a < b for a, b in zip(low, high, strict=True)):
+    if count := math.prod(max(b - a, 0) for a, b in zip(low, high, strict=True)):
         into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at, strict=True))
         out_of = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
         whole[into] = read()[out_of]
+    return count
