@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rft.megatron import checkpoint, optimizer_shards
 from megatron_rft.megatron.checkpoint import Checkpointer, Results
 from megatron_rft.utils.checkpoint_files import complete
-from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.errors import DataError, RunFailed
 
 
 def forked(action) -> None:
@@ -106,6 +106,31 @@ def test_a_checkpoint_without_run_json_makes_room_for_its_step(tmp_path, one_ran
     assert newest == tmp_path / "step_000001" and "step_000002 is damaged (run.json is missing)" in told
     checkpoints.save(2, {}, {"x": torch.zeros(2)})
     assert checkpoints.newest_intact() == (tmp_path / "step_000002", [])
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (OSError(5, "Input/output error"), OSError),
+        (CheckpointException("read", {1: (OSError(116, "Stale file handle"), None)}), OSError),
+        (FileNotFoundError(2, "No such file or directory"), DataError),
+        (CheckpointException("read", {1: (KeyError("a weight"), None)}), DataError),
+    ],
+)
+def test_a_lack_of_memory_and_a_broken_disk_are_not_called_a_changed_model(
+    tmp_path, monkeypatch, one_rank, error, told
+):
+    def fails(*_):
+        raise error
+
+    checkpoints = Checkpointer(tmp_path, {}, asynchronous=False)
+    checkpoints.save(1, {}, {"x": torch.zeros(2)})
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "load", fails)
+    with pytest.raises(told) as found:
+        checkpoints.load(tmp_path / "step_000001")
+    assert ("Was the model or the optimizer changed?" in str(found.value)) == (told is DataError)
     checkpoints.close()
 
 
