@@ -54,13 +54,17 @@ class Teachers:
 
 def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, str]:
     """Return the teacher's name of each row of data.train, {} if there is one teacher. `rows`: their other fields."""
-    teacher_of = {row: str(fields.get(field)) for row, fields in rows} if field else {}
-    for row, name in teacher_of.items():
-        if name not in options.teachers:
-            raise DataError(
-                f"data.teacher_field: row {row + 1} of data.train has {name!r} in {field!r}, and the teachers are "
-                f"{', '.join(options.teachers)}"
-            )
+    teacher_of = {}
+    for row, fields in rows if field else ():
+        where = f"data.teacher_field: row {row + 1} of data.train has"
+        if field not in fields:
+            raise DataError(f"{where} no field {field!r}; it has {', '.join(fields)}")
+        teacher_of[row] = str(fields[field])
+        if teacher_of[row] not in options.teachers:
+            known = ", ".join(options.teachers)
+            raise DataError(f"{where} {teacher_of[row]!r} in {field!r}, and the teachers are {known}")
+    if field and (idle := options.teachers.keys() - set(teacher_of.values())):
+        raise DataError(f"teacher: {min(idle)} does nothing: no row of data.train names it in {field!r}. Leave it out")
     return teacher_of
 
 

@@ -13,7 +13,7 @@ from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
-from megatron_rft.training.teacher import Teachers, check_tokenizer
+from megatron_rft.training.teacher import Teachers, by_row, check_tokenizer
 from megatron_rft.utils.errors import DataError
 from tests.families import SEEING
 from tests.shapes import SMALL
@@ -56,6 +56,20 @@ def test_rows_beyond_the_students_vocabulary_are_left_out_whatever_the_names_of_
     (embedding,) = (tensor for tensor in kept if tensor.shape == (STUDENT.vocab_size, config.hidden_size))
     assert config.vocab_size > STUDENT.vocab_size
     assert torch.equal(embedding, lookup("model.language_model.embed_tokens.weight")[: STUDENT.vocab_size])
+
+
+def test_the_rows_name_all_teachers_and_no_others():
+    options = Teaching(teacher={"a": "x", "b": "y"})
+    rows = {0: {"kind": "a", "text": "t"}, 1: {"kind": "b", "text": "t"}}
+    assert by_row(options, "kind", rows.items()) == {0: "a", 1: "b"} and by_row(options, None, rows.items()) == {}
+    for field, more, message in (
+        ("knid", {}, "data.teacher_field: row 1 of data.train has no field 'knid'; it has kind, text"),
+        ("kind", {2: {"text": "t"}}, "data.teacher_field: row 3 of data.train has no field 'kind'; it has text"),
+        ("kind", {2: {"kind": "c"}}, "row 3 of data.train has 'c' in 'kind', and the teachers are a, b"),
+        ("kind", {1: {"kind": "a"}}, "teacher: b does nothing: no row of data.train names it in 'kind'. Leave it out"),
+    ):
+        with pytest.raises(DataError, match=message):
+            by_row(options, field, (rows | more).items())
 
 
 def test_a_teacher_without_a_tokenizer_is_not_called_one_with_another(tmp_path):
