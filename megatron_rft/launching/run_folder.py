@@ -25,9 +25,10 @@ def claim_folder(recipe: Recipe, writes: bool = True) -> None:
         if mode == "never":
             raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
         if begun(folder) and (changed := difference(load_saved(stored), recipe)):
+            moved = "; for what was only moved, make a link at its old path" * any("/" in each for each in changed)
             raise ConfigError(
                 f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
-                "Choose another run.output_dir, or undo these changes to resume it"
+                f"Choose another run.output_dir, or undo these changes to resume it{moved}"
             )
     elif folder.is_dir() and (others := sorted(p.name for p in folder.iterdir() if p.name not in BESIDE)):
         raise ConfigError(f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another")

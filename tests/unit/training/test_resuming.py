@@ -1,5 +1,5 @@
-"""What a start refuses in a run's folder: run.resume must without a checkpoint, fewer steps than were done, log-probs
-of a reference with other adapters."""
+"""What a start refuses in a run's folder: run.resume must without a checkpoint, another model, fewer steps than were
+done, log-probs of a reference with other adapters."""
 
 import json
 from types import SimpleNamespace
@@ -40,6 +40,15 @@ def test_must_refuses_to_start_again(recipe, tmp_path):
         claim_folder(must)
     (tmp_path / "out/checkpoints/step_000001").mkdir(parents=True)
     claim_folder(must)
+
+
+def test_a_model_that_was_moved_can_be_linked(recipe, tmp_path):
+    claim_folder(load(recipe, []))
+    (tmp_path / "out/metrics.jsonl").write_text('{"step": 1}\n')
+    for option, told in ((f"model.path={tmp_path}/moved", True), ("run.seed=1", False)):
+        with pytest.raises(ConfigError, match="or undo these changes to resume it") as refused:
+            claim_folder(load(recipe, [option]))
+        assert ("for what was only moved, make a link at its old path" in str(refused.value)) == told
 
 
 @pytest.mark.parametrize("option", ["steps", "epochs"])
