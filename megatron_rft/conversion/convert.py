@@ -146,7 +146,11 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         if disk_is_full(error):
             raise DataError(f"{out}: the disk is full; nothing was left there") from error
         if isinstance(error, OSError):
-            raise DataError(f"{out} cannot be written: {error}") from error
+            # a failed write names no file, and safetensors names it in its words alone
+            place = Path(error.filename or (partial if error.errno else str(error)))
+            written = partial.name in str(place) or place in (out, *out.parents)
+            what = f"{out} cannot" if written else "the source (of a run that removes old checkpoints?) can no longer"
+            raise DataError(f"{what} be {'written' if written else 'read'}: {error}") from error
         raise
     finally:
         for left in (partial, partial.with_name(f".{partial.name}.partial")):

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,6 +200,29 @@ def test_bits_that_do_not_come_back(source, tmp_path, monkeypatch):
     with pytest.raises(RunFailed, match="1 of 25 tensors do not read back as they were written"):
         convert(source, tmp_path / "out", "megatron")
     assert files(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_source_that_is_removed_meanwhile(source, tmp_path, monkeypatch, to):
+    """A run that goes on removes old checkpoints."""
+    if to == "hf":
+        convert(source, tmp_path / "mcore", "megatron")
+        source = replace(source, path=tmp_path / "mcore", format="megatron")
+    monkeypatch.setattr(conversion, "_check_space", lambda *_: shutil.rmtree(source.path))
+    gone = rf"the source .* can no longer be read: .*No such file or directory: .*{source.path}/"
+    with pytest.raises(DataError, match=gone):
+        convert(source, tmp_path / "out", to)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/"), OSError(5, "Input/output error")])
+def test_an_output_that_cannot_be_written(tmp_path, error):
+    (tmp_path / "file").write_text("")
+    told = f"^{tmp_path}/file/out cannot be written: .*{tmp_path}/file"
+    with pytest.raises(DataError, match=told), conversion.atomic_folder(tmp_path / "file/out") as partial:
+        partial.mkdir(parents=True)
+    told = f"^{tmp_path}/out cannot be written: "
+    with pytest.raises(DataError, match=told), conversion.atomic_folder(tmp_path / "out"):
+        raise error
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
