@@ -25,6 +25,7 @@ from megatron_rft.utils.files import replacing, write_atomically
 Lookup = Callable[[str], Tensor]
 PREFIX = "base_model.model."
 TENSORS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
+CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")  # initial values by which PEFT changes the model, too
 
 
 def shapes(hf_config: Any, options: Lora) -> dict[str, tuple[int, int]]:
@@ -82,6 +83,9 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
         raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
     if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
         raise DataError(f"the adapters in {folder} were trained on another model than the one given")
+    if (start := str(config.get("init_lora_weights"))).startswith(CHANGING):
+        fix = "let PEFT's save_pretrained convert them (path_initial_model_for_weight_conversion)"
+        raise DataError(f"{folder} has init_lora_weights {start}, which changed the model's own weights: {fix}")
     for key, wanted in (options.peft() | {"alpha_pattern": {}}).items():
         written = config.get(key)
         written = sorted(written) if isinstance(written, list) else written
