@@ -65,7 +65,8 @@ def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoi
     model = recipe.model.model_copy(update={"path": like, "tokenizer": None} if like else {})
     base, tokenizer = _folders(model, stored)
     hf_config = build.load_hf_config(model)
-    adapters.check_base(folder, {"model.path": model_fingerprint(base)})
+    fix = f"Name as `like` the model that they were trained on, which {base} is not"
+    adapters.check_base(folder, {"model.path": model_fingerprint(base)}, fix)
     found = AdapterCheckpoint(folder, hf_config, recipe.lora)
     dtype = torch.float32 if recipe.model.precision == "fp32" else torch.bfloat16
     merged = Merged(build.start_weights(model, recipe.run.seed, hf_config), found, recipe.lora, dtype)

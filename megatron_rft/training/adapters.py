@@ -53,12 +53,10 @@ def export(actor: Actor, folder: Path, model: Model, seed: int) -> None:
         lora.write(folder, tensors.items(), actor.lora, actor.hf_config, base, base_of(model, seed))
 
 
-def check_base(checkpoint: Path, inputs: dict[str, str]) -> None:
+def check_base(checkpoint: Path, inputs: dict[str, str], fix: str = "Restore it, or change run.output_dir") -> None:
     """Check that the frozen models are those of the checkpoint's adapters. `inputs`: digests by option."""
     saved = json.loads((checkpoint / "run.json").read_text())["inputs"]
     for option in sorted(saved.keys() & inputs.keys() & {"model.path", "critic.path"}):
         if saved[option] != inputs[option]:
-            raise DataError(
-                f"{option}: {checkpoint.name} has adapters of another model than the one that is there now. Restore "
-                "that model, or start in another run.output_dir"
-            )
+            why = f"{checkpoint.name} has adapters of another model than the one that is there now"
+            raise DataError(f"{option}: {why}. {fix}")

@@ -188,7 +188,10 @@ def test_convert_writes_a_peft_folder_and_the_merged_model(pretrained, tmp_path,
     capsys.readouterr()
     for arguments, message in (
         ([str(run / "export"), "--to", "peft"], "to: peft needs a source that trains adapters: a run, or"),
-        ([str(run), "--like", str(run / "export")], "has adapters of another model"),
+        (
+            [str(run), "--like", str(run / "export")],
+            f"`like` the model that they were trained on, which {run}/export is not",
+        ),
         ([str(adapted)], "has adapters alone: PEFT's merge_and_unload makes a model"),
         ([str(tmp_path / "alone"), "--like", str(run / "export")], "has adapters alone"),
     ):

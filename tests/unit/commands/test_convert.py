@@ -82,3 +82,15 @@ def test_a_model_that_was_moved_is_named_once_with_the_fix(run, tmp_path, lora):
     missing = f"^model.path: there is no such model folder, {tmp_path}/model"
     with pytest.raises(DataError, match=f"{missing}.* if it was moved, name it as `like`"):
         find_source(str(run))
+
+
+def test_another_model_than_that_of_the_adapters_is_refused_with_like(run, tmp_path):
+    """A conversion has no run.output_dir to start in."""
+    write_recipe(tmp_path, "lora.rank=2")
+    step = run / "checkpoints/step_000002"
+    (step / "run.json").write_text('{"step": 2, "inputs": {"model.path": "another"}}')
+    (step / DIGESTS).unlink()
+    told = "adapters of another model .* Name as `like` the model that they were trained on, which .*/model is not$"
+    for like in (None, str(tmp_path / "model")):
+        with pytest.raises(DataError, match=told):
+            find_source(str(step), like)

@@ -88,7 +88,8 @@ def test_a_checkpoint_of_adapters_belongs_to_both_frozen_models(tmp_path, option
     (tmp_path / "run.json").write_text(json.dumps({"inputs": saved}))
     adapters.check_base(tmp_path, saved | {"data.train": "d"})
     adapters.check_base(tmp_path, {"model.path": "a"})
-    with pytest.raises(DataError, match=f"^{option}: .* has adapters of another model than the one that is there now"):
+    other = f"^{option}: .* has adapters of another model than the one that is there now"
+    with pytest.raises(DataError, match=rf"{other}\. Restore it, or change run.output_dir$"):
         adapters.check_base(tmp_path, saved | {option: "d"})
 
 
