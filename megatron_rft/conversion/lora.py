@@ -84,8 +84,8 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
     if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
         raise DataError(f"the adapters in {folder} were trained on another model than the one given")
     if (start := str(config.get("init_lora_weights"))).startswith(CHANGING):
-        fix = "let PEFT's save_pretrained convert them (path_initial_model_for_weight_conversion)"
-        raise DataError(f"{folder} has init_lora_weights {start}, which changed the model's own weights: {fix}")
+        why = f"{folder} has init_lora_weights {start}, which changed the model's own weights"
+        raise DataError(f"{why}: convert it with PEFT (path_initial_model_for_weight_conversion)")
     for key, wanted in (options.peft() | {"alpha_pattern": {}}).items():
         written = config.get(key)
         written = sorted(written) if isinstance(written, list) else written

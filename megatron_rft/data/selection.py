@@ -52,7 +52,9 @@ def select(names: Iterable[str], choice: Choice, source: str, readme: Path | Non
     else:
         chosen = _of_split(chosen, choice, source)
     if not chosen:
-        raise DataError(f"{source}: no file {_wanted(choice)}; {_listed(every)}")
+        asked = {"of the subset": choice.subset, "of the split": choice.split, "like": choice.files}
+        wanted = " ".join(f"{words} {value!r}" for words, value in asked.items() if value) or "of a data set"
+        raise DataError(f"{source}: no file {wanted}; {_listed(every)}")
     return _one_kind(chosen, source)
 
 
@@ -106,11 +108,6 @@ def _one_kind(names: list[str], source: str) -> list[str]:
             f'"{chosen}*{kinds[-1]}"'
         )
     return names
-
-
-def _wanted(choice: Choice) -> str:
-    asked = {"of the subset": choice.subset, "of the split": choice.split, "like": choice.files}
-    return " ".join(f"{words} {value!r}" for words, value in asked.items() if value) or "of a data set"
 
 
 def _listed(names: list[str]) -> str:

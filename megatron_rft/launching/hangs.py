@@ -108,8 +108,10 @@ class Watch:
         if self._still or now - self._written > WRITE_S:
             self._written = now
             self._write()
-        if self._still and self._others_hang():
-            self.hung = self._explain()
+        if self._still:
+            others = [read_json(self._node_file(i)) for i in range(self.node.count) if i != self.node.index]
+            if all(other and other["still"] and time.time() - other["time"] < NFS_S for other in others):
+                self.hung = self._explain()
         return self.hung
 
     def _states(self) -> list[RankState]:
@@ -130,10 +132,6 @@ class Watch:
         content["ranks"] = [asdict(state) for state in self._states()]
         with contextlib.suppress(OSError):  # a full disk is not this function's to report
             write_atomically(self._node_file(self.node.index), json.dumps(content))
-
-    def _others_hang(self) -> bool:
-        others = [read_json(self._node_file(i)) for i in range(self.node.count) if i != self.node.index]
-        return all(other and other["still"] and time.time() - other["time"] < NFS_S for other in others)
 
     def _explain(self) -> Diagnosis:
         self._ask_for_stacks()

@@ -55,9 +55,6 @@ class Job:
         if twice:
             write_atomically(self.folder / "exclude", ",".join(twice) + "\n")
 
-    def wants_stop(self) -> bool:
-        return (self.start / "stop").exists()
-
     def failed_elsewhere(self) -> str | None:
         """Return a message about another node whose ranks have failed, or None."""
         others = {node: status for node, status in self._statuses().items() if node != self.node.index}

@@ -149,7 +149,7 @@ def _watch(ranks: list[Rank], job: Job | None, watch: Watch) -> str | None:
             return None
         if job is None or tick % 10:
             continue
-        if job.wants_stop() and not stop_sent:
+        if (job.start / "stop").exists() and not stop_sent:
             stop_sent = True
             _send(ranks, signal.SIGUSR1)
         if elsewhere := job.failed_elsewhere():

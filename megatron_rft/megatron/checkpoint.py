@@ -50,7 +50,6 @@ from megatron_rft.utils.files import flush
 from megatron_rft.utils.processes import without_stop_signals
 
 BEGINS_WITHIN = 10.0  # seconds until a writer that has not begun is replaced
-NO_FAULT_OF_IT = (OSError, MemoryError, torch.OutOfMemoryError)  # of a checkpoint that is being loaded
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # only this format can change TP and PP
 
 
@@ -213,7 +212,8 @@ class Checkpointer:
             self._load_into_models(loaded, shards)
         except (Exception, torch_checkpoint.CheckpointException) as error:  # the second one's text is a traceback
             cause = next((each for each, _ in getattr(error, "failures", {}).values()), error)  # a rank's
-            if isinstance(cause, NO_FAULT_OF_IT) and not isinstance(cause, FileNotFoundError):
+            beside = isinstance(cause, OSError | MemoryError | torch.OutOfMemoryError)  # it says nothing of the model
+            if beside and not isinstance(cause, FileNotFoundError):
                 raise cause from None
             reason = str(error).strip().rpartition("\n")[2]
             raise DataError(

@@ -201,14 +201,11 @@ def _precision(megatron: Any, precision: str) -> dict[str, Any]:
         products.install_bf16()
     options = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": precision != "fp32"}
     if precision == "fp8":
-        options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe or fp8_recipe_of_device()}
+        options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe}
+        if not megatron.fp8_recipe:  # block scales on Hopper, MXFP8 on Blackwell, else one scale per tensor
+            major = torch.cuda.get_device_capability()[0]
+            options["fp8_recipe"] = {9: "blockwise", 10: "mxfp8"}.get(major, "tensorwise")
     return options
-
-
-def fp8_recipe_of_device() -> str:
-    """Return the FP8 recipe of this GPU: block scales on Hopper, MXFP8 on Blackwell, else one scale per tensor."""
-    major = torch.cuda.get_device_capability()[0]
-    return {9: "blockwise", 10: "mxfp8"}.get(major, "tensorwise")
 
 
 # FP8 recipe -> the number that the tokens of a matrix product must be a multiple of

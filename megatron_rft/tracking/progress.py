@@ -115,19 +115,14 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    interactive = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(interactive, "kernel")
-
-
 class StepBar:
     """Shows the output of a run, also of one in another process: a step's line moves a bar, others are printed. In a
     notebook the bar is HTML, on a terminal the last line; elsewhere there is none."""
 
     def __init__(self, moves: bool = True) -> None:
         """`moves`: whether there may be a bar."""
-        self._moves, self._notebook, self._bar = moves, in_notebook(), None
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()  # a notebook's has a kernel
+        self._moves, self._notebook, self._bar = moves, hasattr(shell, "kernel"), None
 
     def show(self, line: str) -> bool:
         """Whether the line is of a step."""

@@ -37,14 +37,6 @@ def base_of(model: Model, seed: int) -> str:
     return f"random weights of seed {seed}, {fingerprint}" if model.initialise == "random" else fingerprint
 
 
-def share_base(critic: Actor, actor: Actor) -> None:
-    """Let the critic compute with the actor's frozen weights."""
-    theirs = dict(weights.named_tensors(actor.models))
-    for name, parameter in weights.named_tensors(critic.models):
-        if not parameter.requires_grad:
-            parameter.data = theirs[name].data
-
-
 def export(actor: Actor, folder: Path, model: Model, seed: int) -> None:
     """Write the adapters in PEFT's format. Collective; rank 0 writes."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in actor.stream(adapters=True)}

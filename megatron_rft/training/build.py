@@ -84,7 +84,10 @@ class Networks:
         critic, model, seed = self._empty(total_steps, own, value_head=True), self.recipe.model, self.recipe.run.seed
         if options.path is None:
             load_start(critic, model, seed)
-            adapters.share_base(critic, actor)
+            theirs = dict(weights.named_tensors(actor.models))
+            for name, parameter in weights.named_tensors(critic.models):
+                if not parameter.requires_grad:  # it computes with the actor's frozen weights
+                    parameter.data = theirs[name].data
         else:
             if critic.lora:
                 critic.load(weights.new_adapters(self.hf_config, critic.lora, seed), adapters=True)

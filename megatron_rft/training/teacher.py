@@ -59,10 +59,9 @@ def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[
         where = f"data.teacher_field: row {row + 1} of data.train has"
         if field not in fields:
             raise DataError(f"{where} no field {field!r}; it has {', '.join(fields)}")
-        teacher_of[row] = str(fields[field])
-        if teacher_of[row] not in options.teachers:
-            known = ", ".join(options.teachers)
-            raise DataError(f"{where} {teacher_of[row]!r} in {field!r}, and the teachers are {known}")
+        if (name := str(fields[field])) not in options.teachers:
+            raise DataError(f"{where} {name!r} in {field!r}, and the teachers are {', '.join(options.teachers)}")
+        teacher_of[row] = name
     if field and (idle := options.teachers.keys() - set(teacher_of.values())):
         raise DataError(f"teacher: {min(idle)} does nothing: no row of data.train names it in {field!r}. Leave it out")
     return teacher_of

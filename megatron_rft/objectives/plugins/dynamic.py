@@ -147,14 +147,12 @@ class DynamicConstraint(Plugin):
             if "penalty" in penalised.tokens:
                 metrics["reward/constraint_penalty"] = penalised.tokens["penalty"].sum().item() / len(batch)
             return replace(prepared, metrics=prepared.metrics | metrics)
-        prepared = self.base.prepare(self._of_base(batch), state)
+        kept, of_base = self.base.keep(batch), batch
+        if kept.any():  # mask 0 on groups that the base leaves out, if it keeps others: its loss counts none
+            of_base = batch.with_tokens(response_mask=batch.response_mask * kept[batch.sequence_ids])
+        prepared = self.base.prepare(of_base, state)
         updates = [self._constrained(update) if update.model == "actor" else update for update in prepared.updates]
         return replace(prepared, updates=updates)
-
-    def _of_base(self, batch: Batch) -> Batch:
-        """The batch with mask 0 on groups that the base leaves out, if it keeps others: its loss counts none."""
-        kept = self.base.keep(batch)
-        return batch.with_tokens(response_mask=batch.response_mask * kept[batch.sequence_ids]) if kept.any() else batch
 
     def _penalised(self, batch: Batch) -> Batch:
         """In mode reward: the batch with tokens["penalty"] [R]."""
