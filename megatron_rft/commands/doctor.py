@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rft.plan.vllm import choose, unusable
@@ -101,14 +102,14 @@ def checks(cuda: bool) -> dict[str, str]:
         "Transformer Engine": transformer_engine_problem(cuda) or usable,
         "vLLM": unusable() or usable,
         **({"cuDNN": twice if others else "one"} if cuda else {}),
-        "sandbox": container(),
+        "sandbox": told(container),
     }
 
 
-def sampling() -> str:
-    """Return the engine that rollout.engine=auto selects on this machine."""
+def told(find: Callable[[], object]) -> str:
+    """Return what is found on this machine, or why nothing is."""
     try:
-        return str(choose("auto"))
+        return str(find())
     except ConfigError as error:
         return f"none: {error}"
 
@@ -123,6 +124,6 @@ def report() -> str:
     lines += ["", "optional", *(f"  {name:<26}{version(name) or 'not installed'}" for name in OPTIONAL)]
     if missing():
         return "\n".join([*lines, "", f"missing: pip install {' '.join(missing())}"])
-    device, cuda = devices()
+    (device, cuda), engine = devices(), told(lambda: choose("auto"))
     lines += ["", "usable", *(f"  {part:<26}{what}" for part, what in checks(cuda).items())]
-    return "\n".join([*lines, "", "a run here uses", f"  {'device':<26}{device}", f"  {'sampling':<26}{sampling()}"])
+    return "\n".join([*lines, "", "a run here uses", f"  {'device':<26}{device}", f"  {'sampling':<26}{engine}"])

@@ -16,7 +16,7 @@ from megatron_rft.config import Recipe, RewardOptions
 from megatron_rft.config.algorithms.base import Algorithm
 from megatron_rft.config.algorithms.online import Setting
 from megatron_rft.config.environment import Base, Python
-from megatron_rft.config.rewards import OwnOptions
+from megatron_rft.config.rewards import CodeOptions, OwnOptions
 from megatron_rft.environments.worker import maker
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if started_elsewhere and recipe.faults.hang_s is not None:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
     if not is_rank or started_elsewhere:
-        check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward)
+        check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward, not args.dry_run)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.models, recipe.model.tokenizer):
@@ -73,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
         watched = args.nproc or args.job or recipe.faults.hang_s is not None  # by a launcher, also if there is one rank
         if (world_size > 1 or watched) and not is_rank:
             command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
-            output_dir = recipe.run.output_dir
-            job = args.job and Job(args.job, Path(output_dir), node)
-            return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
+            job = args.job and Job(args.job, Path(recipe.run.output_dir), node)
+            return launcher.launch(command, args.nproc or 1, recipe.run.output_dir, node, job, recipe.faults)
         if recipe.trainer == "generate":
             launcher.use_one_gpu()
         return work(recipe.run.output_dir, lambda: lean_import("megatron_rft.training").train(recipe))  # imports torch
@@ -108,8 +107,11 @@ def fetch_models(models: dict[str, str], tokenizer: str | None) -> bool:
     return bool(missing)
 
 
-def check_user_code(algorithm: Algorithm, setting: Setting, environment: Base | None, rewards: RewardOptions) -> None:
-    """Load the user's algorithm, environment and rewards, if a recipe names any: errors show before any rank starts."""
+def check_user_code(
+    algorithm: Algorithm, setting: Setting, environment: Base | None, rewards: RewardOptions, runs: bool = True
+) -> None:
+    """Load the user's algorithm, environment and rewards, if a recipe names any: errors show before any rank starts.
+    `runs`: the recipe runs on this machine, which then needs a container if it has programs of the model."""
     if algorithm.of_user:
         from megatron_rft.training import user_algorithm
 
@@ -120,11 +122,15 @@ def check_user_code(algorithm: Algorithm, setting: Setting, environment: Base | 
         schemas(environment)
         if not isinstance(environment, Python):  # whose sandbox is the environments' processes'
             maker(**environment.own_options())
-    for reward in rewards.everything():
-        if isinstance(reward, OwnOptions):
+    for section in filter(None, [environment, *rewards.everything()]):
+        if isinstance(section, Python | CodeOptions) and runs:
+            from megatron_rft.rewards.code import container
+
+            container(section.without_container)
+        if isinstance(section, OwnOptions):
             from megatron_rft.rewards import registry
 
-            with contextlib.closing(registry.build(reward)) as own:
+            with contextlib.closing(registry.build(section)) as own:
                 own.check()
 
 

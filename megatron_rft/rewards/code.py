@@ -29,8 +29,7 @@ from typing import Any
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward, without_thoughts
 from megatron_rft.rewards.sandbox.launch import CALL_LATE, COMPILE_ERROR, SandboxError, Server, describe
-from megatron_rft.rewards.sandbox.runner import Limits, ProgramResult, Sandbox, check, run_script, run_tests
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.rewards.sandbox.runner import Limits, ProgramResult, Sandbox, find_container, run_script, run_tests
 
 NONE_PASSED = -0.3
 TIERS = {"does not compile": -1.0, "runtime error": -0.6, "time-out": -0.6}
@@ -60,19 +59,13 @@ class CodeReward(Reward):
     ):
         self.limits = Limits(timeout_s, 2 * timeout_s, memory_mb, test_s=timeout_s)
         self.row_limits = Limits(row_timeout_s, 2 * row_timeout_s, memory_mb, test_s=timeout_s)
-        try:
-            self.sandbox = Sandbox(workers, without_container)
-        except SandboxError as error:
-            raise ConfigError(
-                f"reward.kind=code: no container for untrusted programs works here ({error}). Allow "
-                "user namespaces; to run model-written code with access to this machine's files all the same, "
-                "set reward.without_container=true"
-            ) from None
+        self.sandbox = Sandbox(workers, without_container)
         if os.environ.get("RANK", "0") == "0":
             print(f"programs run in {describe(self.sandbox.contained)}", file=sys.stderr, flush=True)
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        tests = list(map(tests_of, prompts))
+        tests = [prompt.fields.get("tests", prompt.answer) for prompt in prompts]
+        tests = [each if isinstance(each, str) else json.dumps(each) for each in tests]
         tables = {each: read_tests(each) for each in set(tests)}
         jobs = [(extract_code(text, tested_names(tables[each])), each) for text, each in zip(texts, tests, strict=True)]
         # A group's responses are sometimes the same program: it runs once.
@@ -97,13 +90,9 @@ class CodeReward(Reward):
         return grade(server, source, table, self.limits, self.row_limits)
 
 
-def container() -> str:
-    """Return what the container for programs does on this machine, or why there is none."""
-    try:
-        check()
-    except SandboxError as error:
-        return f"no container works ({error}): reward.kind=code is refused. Allow user namespaces"
-    return describe(contained=True)
+def container(allow_none: bool = False) -> str:
+    """Return how programs are contained on this machine. Raises ConfigError as `find_container` does."""
+    return describe(find_container(allow_none))
 
 
 class Interpreter:
@@ -121,12 +110,6 @@ class Interpreter:
         ended = f"no result {self.limits}" if ran.timeout else ran.errors.strip() if ran.status else ""
         ended = ended or (f"exit status {ran.status}" if ran.status else "")
         return f"{ran.output}error: {ended}" if ended else ran.output
-
-
-def tests_of(prompt: Prompt) -> str:
-    """Return a row's tests as JSON."""
-    tests = prompt.fields.get("tests", prompt.answer)
-    return tests if isinstance(tests, str) else json.dumps(tests)
 
 
 def read_tests(text: str) -> dict[str, Any] | str:
@@ -179,7 +162,9 @@ def fenced(text: str) -> list[tuple[str, str]]:
             continue
         closing = (k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"]))
         ends = list(islice(closing, MOST_ENDS if parsed < MOST_PARSED else 1)) or [len(lines)]
-        bodies = [_unindented(lines[place:end], opening["indent"]) for end in ends]
+        inside, indent = lines[place : ends[-1]], opening["indent"]
+        inside = [each.removeprefix(indent) if each.startswith(indent) else each.lstrip(" \t>") for each in inside]
+        bodies = ["".join(inside[: end - place]) for end in ends]
         language = opening["language"].lower()
         # A fence may stand within a text of the program: the first that leaves Python is the end.
         chosen = 0 if language not in (*PYTHON, "") else next((k for k, body in enumerate(bodies) if _parses(body)), 0)
@@ -192,10 +177,6 @@ def fenced(text: str) -> list[tuple[str, str]]:
 def _closes(line: str, fence: str) -> bool:
     text = line.strip().lstrip("> ")
     return len(text) >= len(fence) and set(text) == {fence[0]}
-
-
-def _unindented(lines: list[str], indent: str) -> str:
-    return "".join(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" \t>") for line in lines)
 
 
 def _parses(source: str) -> bool:

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from megatron_rft.rewards.sandbox.launch import CALL_LATE, SandboxError, Server
+from megatron_rft.utils.errors import ConfigError
 
 MAX_WAIT_FACTOR = 3  # a cell may wait for a processor for at most so many times its wall limit
 GRACE_S = 5.0  # time beyond a cell's own limit after which its server is replaced
@@ -144,30 +145,30 @@ def _by_test(lines: list[list]) -> list[tuple[str, str, str]]:
     return list(map(tuple, found.values()))
 
 
-def check(contained: bool = True) -> None:
-    """Start a server and run one program. Raises SandboxError if that does not work here."""
-    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise SandboxError("it needs Linux on x86_64 or aarch64")
-    try:
-        with closing(Server(contained)) as server:
-            run_script(server, "print(1)", "", Limits())
-    except OSError as error:
-        raise SandboxError(str(error)) from None
+def find_container(allow_none: bool = False) -> bool:
+    """Run one program, to see whether programs run in a container here. Raises ConfigError if none works; with
+    `allow_none`, if they do not run without one either."""
+    why: object = "it needs Linux on x86_64 or aarch64"
+    if sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64"):
+        for contained in (True, False) if allow_none else (True,):
+            try:
+                with closing(Server(contained)) as server:
+                    run_script(server, "print(1)", "", Limits())
+                return contained
+            except (OSError, SandboxError) as error:
+                why = error
+    raise ConfigError(
+        f"reward.kind=code or environment.kind=python: no container for untrusted programs works here ({why}). Allow "
+        "user namespaces, or set without_container=true there: model-written code can then read this machine's files"
+    )
 
 
 class Sandbox:
     """A pool of `workers` servers, each of which runs one program at a time. If a server fails, it is replaced and the
-    job runs again. Without a container only if none works here and `allow_none` is true; else raises SandboxError."""
+    job runs again. Without a container only if none works here and `allow_none` is true; else raises ConfigError."""
 
     def __init__(self, workers: int = 2, allow_none: bool = False):
-        self.contained = True
-        try:
-            check()
-        except SandboxError:
-            if not allow_none:
-                raise
-            check(contained=False)
-            self.contained = False
+        self.contained = find_container(allow_none)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: SimpleQueue[Server | None] = SimpleQueue()
         for _ in range(workers):

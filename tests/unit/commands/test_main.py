@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from megatron_rft.commands import doctor, main, train
 from megatron_rft.config import dump, load, vllm
 from megatron_rft.launching import ranks
+from megatron_rft.rewards.sandbox import launch
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 from tests.shapes import json_of
 
@@ -373,6 +374,16 @@ def test_one_rank_is_watched_where_the_user_asks_for_it(recipe, monkeypatch, opt
     seen = []
     monkeypatch.setattr(ranks, "launch", lambda command, nproc, *_: seen.append(nproc) or 0)
     assert main.main(["train", str(recipe), *options]) == 0 and seen == [1]
+
+
+def test_a_machine_without_containers_is_found_before_ranks_start(recipe, monkeypatch, capsys):
+    """A plan, and a dry run, may be made on another machine."""
+    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('not allowed')"])
+    monkeypatch.setattr(ranks, "launch", lambda *_: 0)
+    for keys in (["reward.kind=code"], ["environment.kind=python", "data.chat=true"]):
+        assert main.main(["plan", str(recipe), *keys]) == main.main(["train", str(recipe), *keys, "--dry-run"]) == 0
+        assert main.main(["train", str(recipe), *keys, "--nproc", "2"]) == 2
+        assert "no container for untrusted programs works here (not allowed)" in capsys.readouterr().err
 
 
 def test_nobody_watches_ranks_that_torchrun_started(recipe, monkeypatch, capsys):
