@@ -23,6 +23,7 @@ from megatron_rft.launching.job import Job
 from megatron_rft.launching.run_folder import claim_folder
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
+from megatron_rft.tracking.loggers import check_key
 from megatron_rft.utils import run_lock
 from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, ConfigError, UserError, exit_status
 from megatron_rft.utils.late_imports import lean_import
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
     if not is_rank or started_elsewhere:
         check_user_code(recipe.algorithm, recipe.setting, recipe.environment, recipe.reward, not args.dry_run)
+    if leads and not args.dry_run and recipe.tracking.wandb and recipe.tracking.wandb.mode == "online":
+        check_key()
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.models, recipe.model.tokenizer):

@@ -1,16 +1,30 @@
 """A destination of metrics besides the metrics file: Weights & Biases."""
 
+import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 from megatron_rft.utils.errors import UserError
 from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.processes import without_stop_signals
+from megatron_rft.utils.processes import start_helper, without_stop_signals
 
 INIT_TIMEOUT = 30.0  # seconds; wandb's default of 90 would keep a cluster waiting
 FINISH_TIMEOUT = 60.0  # seconds; wandb has none, but a stopping job has only minutes. Unsent data stays on the disk
+FIX = "Run `wandb login`, set WANDB_API_KEY, or set tracking.wandb.mode=offline"
+LOG_IN = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"
+
+
+def check_key() -> None:
+    """Refuse to start where `wandb.init` would find no key. A terminal passes, where it asks for one, and whatever else
+    fails here. In a process, because wandb starts threads; silent, because it would ask the network for a greeting."""
+    silent = os.environ | {"WANDB_MODE": "online", "WANDB_SILENT": "true"}
+    asked = start_helper([sys.executable, "-c", LOG_IN], env=silent, stdout=DEVNULL, stderr=DEVNULL)
+    if asked.wait() == 3 and not os.isatty(0):
+        raise UserError(f"tracking.wandb: wandb has no key here. {FIX}")
 
 
 class WandbLogger:
@@ -34,8 +48,7 @@ class WandbLogger:
         try:
             self._run = start(**arguments)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            fix = "Run `wandb login`, or set tracking.wandb.mode=offline"
-            raise UserError(f"wandb refused to start: {error}. {fix}") from error
+            raise UserError(f"wandb refused to start: {error}. {FIX}") from error
         except wandb.errors.CommError as error:
             problem = str(error).splitlines()[0]
             wandb.teardown()  # it still holds the run's id

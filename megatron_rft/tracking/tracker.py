@@ -43,10 +43,9 @@ class Tracker:
         if not is_main:
             return
         self._folder = output_dir = Path(output_dir)
-        name = name or output_dir.resolve().name
         if config.wandb is not None:
             given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
-            self._wandb = WandbLogger(output_dir, {"name": name} | given, resolved)
+            self._wandb = WandbLogger(output_dir, {"name": name or output_dir.resolve().name} | given, resolved)
         self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._progress = make_progress(config.progress, total_steps)
         if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:

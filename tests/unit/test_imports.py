@@ -57,6 +57,7 @@ WITHOUT_TORCH = {
     "rewards/signatures",
     "rewards/user_reward",
     "rewards/worker",
+    "tracking/loggers",
     "responses",
     "utils",
     "families",

@@ -16,6 +16,7 @@ from megatron_rft.commands import doctor, main, train
 from megatron_rft.config import dump, load, vllm
 from megatron_rft.launching import ranks
 from megatron_rft.rewards.sandbox import launch
+from megatron_rft.tracking import loggers
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 from tests.shapes import json_of
 
@@ -384,6 +385,25 @@ def test_a_machine_without_containers_is_found_before_ranks_start(recipe, monkey
         assert main.main(["plan", str(recipe), *keys]) == main.main(["train", str(recipe), *keys, "--dry-run"]) == 0
         assert main.main(["train", str(recipe), *keys, "--nproc", "2"]) == 2
         assert "no container for untrusted programs works here (not allowed)" in capsys.readouterr().err
+
+
+def test_wandb_without_a_key_is_refused_before_ranks_start(recipe, tmp_path, monkeypatch, capsys):
+    """Whatever else keeps the check from an answer passes, and so does a terminal, where wandb asks for a key."""
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "NETRC"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.test:1")
+    monkeypatch.setattr(ranks, "launch", lambda *_: 0)
+    monkeypatch.setattr(loggers.os, "isatty", lambda _: False)
+    command = [str(recipe), "--nproc", "2", "tracking.wandb={}"]
+    assert main.main(["plan", *command]) == 0
+    assert main.main(["train", *command]) == 2 and "wandb has no key here. Run `wandb login`" in capsys.readouterr().err
+    (tmp_path / ".netrc").write_text(f"machine wandb.test:1 login user password {'0' * 40}\n")
+    assert main.main(["train", *command]) == 0
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setattr(loggers, "LOG_IN", "raise TypeError('login() got an unexpected argument')")
+    assert main.main(["train", *command]) == 0
 
 
 def test_nobody_watches_ranks_that_torchrun_started(recipe, monkeypatch, capsys):
