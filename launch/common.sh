@@ -200,7 +200,12 @@ given() { # OPTION LETTER VARIABLE: whether sbatch gets this option
 
 # Checks the recipe with the job's number of ranks, if this machine has the environment.
 check_stage() { # COMMAND RECIPE KEY...
-    local command="$1" recipe="$2" gpus nodes keys=() memory=()
+    local command="$1" recipe="$2" gpus nodes keys=() memory=() planned=()
+    case "$command" in
+    train | generate) planned=(--for "$command") ;;
+    serve) ;;
+    *) die "stages: \"$command $recipe\": a stage is \"train RECIPE\" or \"generate RECIPE\"" ;;
+    esac
     [ -e "$recipe" ] || die "there is no recipe $recipe. There are: $(ls examples/*/*/*.yaml | tr '\n' ' ')"
     shift 2
     keys_for "$command" "$@"
@@ -214,7 +219,7 @@ check_stage() { # COMMAND RECIPE KEY...
     (set +u && eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
     [ -n "${LAUNCH_NPROC:-}" ] || memory=(--gpu-gib "${LAUNCH_GPU_GIB:-80}")
     (set +u && eval "$LAUNCH_SETUP" &&
-        exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) --gpus-per-node "$gpus" \
+        exec python -m megatron_rft plan "$recipe" "${planned[@]}" "${memory[@]}" --nproc $((nodes * gpus)) --gpus-per-node "$gpus" \
             "${keys[@]}") || exit 2
 }
 

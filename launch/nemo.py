@@ -140,7 +140,7 @@ def plan_of(args: argparse.Namespace, point: Point, recipe: str) -> list[str]:
     """Return the arguments of megatron-rft that plan a job, with the memory of its GPUs if it has any."""
     memory = ["--gpu-gib", args.gpu_gib] if args.gpus_per_node else []
     ranks = ["--nproc", str(args.nodes * args.nproc), "--gpus-per-node", str(args.nproc)]
-    return ["plan", recipe, *ranks, *memory, *point.keys]
+    return ["plan", recipe, "--for", point.command, *ranks, *memory, *point.keys]
 
 
 def lost_with_the_container(args: argparse.Namespace, folder: Path) -> bool:

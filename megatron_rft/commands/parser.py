@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU, which the run must fit")
     plan.add_argument("--search", action="store_true", help="with --gpu-gib: rank other layouts that fit by speed")
     plan.add_argument("--device", help="with --search: a100, h100, h20, h200 or b200 (default: h100)")
+    plan.add_argument("--for", dest="job_of", choices=("train", "generate"), help="the command that is planned")
     plan.set_defaults(dry_run=True, job=None)
 
     rehearse = add("rehearse", help="rehearse a step at full size without GPUs: memory, messages, time")

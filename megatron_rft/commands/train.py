@@ -35,7 +35,7 @@ HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new
 def run(args: argparse.Namespace) -> int:
     """Check the recipe, print its plan and, unless `args.dry_run`, run it. Returns the exit status."""
     recipe: Recipe = args.loaded
-    check_command(recipe.trainer, args.command)
+    check_command(recipe.trainer, getattr(args, "job_of", None) or args.command)
     starts, ranks = args.command != "plan", args.nproc or 1
     elsewhere = ranks, min(ranks, getattr(args, "gpus_per_node", None) or ranks), launcher.NODE  # those of a plan
     world_size, per_node, node = launcher.check_environment(args.nproc) if starts else elsewhere

@@ -30,13 +30,20 @@ def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, nodes
 
 @pytest.mark.parametrize("header, nodes", [("", 1), ("#SBATCH -N 2", 2), ("#SBATCH --exclusive --nodes=3", 3)])
 def test_a_script_of_ones_own_need_not_say_its_nodes(tmp_path, header, nodes):
-    script = (ROOT / "launch/pipo_8b.sh").read_text().replace(" --nodes=1", "").replace("# GRPO", f"{header}\n# GRPO")
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/mine.sh").write_text(script)
-    (tmp_path / "launch/common.sh").symlink_to(ROOT / "launch/common.sh")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    lines = submit(tmp_path, ["--gpus-per-node=8"], script=tmp_path / "launch/mine.sh")
+    script = own_script(tmp_path, {" --nodes=1": "", "# GRPO": f"{header}\n# GRPO"})
+    lines = submit(tmp_path, ["--gpus-per-node=8"], script=script)
     assert f"--nproc {8 * nodes} --gpus-per-node 8 " in next(line for line in lines if " plan " in line)
+
+
+def test_each_stage_is_planned_as_the_command_that_runs_it(tmp_path):
+    plans = [line for line in submit(tmp_path, ["--gpus-per-node=8"], script="launch/fpa_4b.sh") if " plan " in line]
+    assert [plan.partition("qwen3_4b_base/")[2].split(" --gpu-gib")[0] for plan in plans] == [
+        "generate.yaml --for generate",
+        "fpa.yaml --for train",
+    ]
+    script = own_script(tmp_path, {"train examples": "trian examples"})
+    (line,) = submit(tmp_path, ["--gpus-per-node=8"], script=script, status=2)
+    assert line.startswith('error: stages: "trian examples/') and 'is "train RECIPE" or "generate RECIPE"' in line
 
 
 def test_whole_sections_and_names_in_capitals_are_keys_of_the_recipe(tmp_path):
@@ -135,7 +142,21 @@ def test_a_stage_has_finished_when_all_nodes_say_so(tmp_path, statuses):
     assert (tmp_path / "asked").exists() is not finished
 
 
-def submit(tmp_path: Path, options: list[str], script: str | Path = "launch/pipo_8b.sh", **variables: str) -> list[str]:
+def own_script(folder: Path, changes: dict[str, str]) -> Path:
+    """A script of the user's: one of launch/ with other words."""
+    script = (ROOT / "launch/pipo_8b.sh").read_text()
+    for old, new in changes.items():
+        script = script.replace(old, new)
+    (folder / "launch").mkdir()
+    (folder / "launch/mine.sh").write_text(script)
+    (folder / "launch/common.sh").symlink_to(ROOT / "launch/common.sh")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder / "launch/mine.sh"
+
+
+def submit(
+    tmp_path: Path, options: list[str], script: str | Path = "launch/pipo_8b.sh", status: int = 0, **variables: str
+) -> list[str]:
     for name in ("sbatch", "python"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
@@ -150,5 +171,5 @@ def submit(tmp_path: Path, options: list[str], script: str | Path = "launch/pipo
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     return done.stdout.splitlines()

@@ -38,13 +38,19 @@ def test_without_a_sweep_the_recipe_keeps_its_folder(nemo):
 def test_the_plan_knows_the_ranks_and_the_gpus_memory(nemo, given, memory):
     args = nemo.parse([RECIPE, "run.seed=1", *SLURM, "--nodes", "2", *given])
     plan = nemo.plan_of(args, nemo.points(args)[0], RECIPE)
-    assert plan == ["plan", RECIPE, "--nproc", "16", "--gpus-per-node", "8", "--gpu-gib", memory, "run.seed=1"]
+    ranks = ["--nproc", "16", "--gpus-per-node", "8", "--gpu-gib", memory]
+    assert plan == ["plan", RECIPE, "--for", "train", *ranks, "run.seed=1"]
 
 
 def test_ranks_without_gpus_are_planned_without_their_memory(nemo):
     args = nemo.parse([RECIPE, "--local", "--nproc", "2"])
     plan = nemo.plan_of(args, nemo.points(args)[0], RECIPE)
-    assert plan == ["plan", RECIPE, "--nproc", "2", "--gpus-per-node", "2"]
+    assert plan == ["plan", RECIPE, "--for", "train", "--nproc", "2", "--gpus-per-node", "2"]
+
+
+def test_trajectories_are_planned_as_such(nemo):
+    args = nemo.parse([RECIPE, "--local", "--generate"])
+    assert nemo.plan_of(args, nemo.points(args)[0], RECIPE)[1:4] == [RECIPE, "--for", "generate"]
 
 
 def test_a_folder_that_is_given_wins(nemo):

@@ -93,6 +93,11 @@ class TestWords:
         assert main.main(["train", str(recipe), "--nproc", "8"]) == 2
         assert "--nproc 8: node None has 1 GPUs in this job" in capsys.readouterr().err
 
+    def test_a_plan_for_the_other_command_is_refused(self, recipe, capsys):
+        assert main.main(["plan", str(recipe), "--for", "train"]) == 0
+        assert main.main(["plan", str(recipe), "--for", "generate"]) == 2
+        assert "a recipe of trainer rl: run it with `megatron-rft train`" in capsys.readouterr().err
+
     def test_a_plan_knows_the_nodes(self, recipe, capsys, monkeypatch):
         monkeypatch.setattr(vllm, "installed", lambda: None)
         command = ["plan", str(recipe), "--gpus", "4", "vllm.tensor_parallel_size=4", "--engine", "vllm"]
