@@ -35,10 +35,12 @@ run_job() {
     . launch/requeue.sh
     export LAUNCH_ROOT="$PWD" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     local nproc="${LAUNCH_NPROC:-${SLURM_GPUS_ON_NODE:-}}" number
+    job="$PWD/runs/slurm/$SLURM_JOB_ID"
+    trap 'requeue_if_due 75; exit 75' USR1 TERM # in a stage its nodes save first; before it there is nothing to save
     [ -n "$nproc" ] || die "this job has no GPUs: sbatch --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
     [ "${SLURM_CPUS_ON_NODE:-$nproc}" -ge "$nproc" ] ||
         echo "warning: $nproc ranks share $SLURM_CPUS_ON_NODE CPUs of a node: sbatch --exclusive or --cpus-per-task" >&2
-    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -rf "$PWD/runs/slurm/$SLURM_JOB_ID" # of another cluster, or another year
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -rf "$job" # of another cluster, or another year
     [ -z "${SLURM_HET_SIZE:-}" ] || start_server "$@"
     for number in "${!stages[@]}"; do
         job="$PWD/runs/slurm/$SLURM_JOB_ID/stage_$number"

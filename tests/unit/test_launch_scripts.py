@@ -130,16 +130,34 @@ def test_a_stage_has_finished_when_all_nodes_say_so(tmp_path, statuses):
     told = [f"echo '{{\"status\": {status}}}' >{start}/node_{node}.json" for node, status in enumerate(statuses)]
     asked = f"echo JobState=RUNNING; echo $1 >>{tmp_path}/asked"
     commands = {"srun": "; ".join([f"mkdir {start}", *told]), "scontrol": asked, "sleep": ":"}
+    assert run_job(tmp_path, commands) == (0 if finished else 143)
+    assert (start.parent / "finished").exists() is finished
+    assert (tmp_path / "asked").exists() is not finished
+
+
+@pytest.mark.parametrize("state, requeued", [("RUNNING", True), ("CANCELLED", False)])
+def test_a_job_is_requeued_while_its_servers_start(tmp_path, state, requeued):
+    """The signal of a preemption comes while the script waits for vLLM."""
+    commands = {
+        "srun": "exec /bin/sleep 600",
+        "sleep": 'if [ "$1" = 1 ]; then kill -USR1 $PPID; fi',
+        "scontrol": f"echo $1 >>{tmp_path}/asked; [ $1 != hostnames ] && echo JobState={state} || echo node7",
+    }
+    variables = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "node7", "LAUNCH_SERVER": "vllm"}
+    assert run_job(tmp_path, commands, **variables) == 75
+    assert (tmp_path / "asked").read_text().split() == ["show", "show", "requeue"][: 2 + requeued]
+
+
+def run_job(folder: Path, commands: dict[str, str], **variables: str) -> int:
+    """The exit status of a script in its job. `commands`: name -> code of the fake ones."""
     for name, code in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "launch").symlink_to(ROOT / "launch")
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
+        (folder / name).write_text(f"#!/bin/sh\n{code}\n")
+        (folder / name).chmod(0o755)
+    (folder / "launch").symlink_to(ROOT / "launch")
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(folder)}
     variables |= {"LAUNCH_NPROC": "1", "LAUNCH_SETUP": ":", "SLURM_NNODES": "2"}
     script = (ROOT / "launch/pipo_8b.sh").read_text()  # Slurm runs a copy elsewhere
-    done = subprocess.run(["bash", "-c", script], cwd="/", env=os.environ | variables)
-    assert done.returncode == (0 if finished else 143) and (start.parent / "finished").exists() is finished
-    assert (tmp_path / "asked").exists() is not finished
+    return subprocess.run(["bash", "-c", script], cwd="/", env=os.environ | variables).returncode
 
 
 def own_script(folder: Path, changes: dict[str, str]) -> Path:
