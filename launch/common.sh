@@ -202,7 +202,7 @@ given() { # OPTION LETTER VARIABLE: whether sbatch gets this option
 
 # Checks the recipe with the job's number of ranks, if this machine has the environment.
 check_stage() { # COMMAND RECIPE KEY...
-    local command="$1" recipe="$2" gpus nodes keys=() memory=() planned=()
+    local command="$1" recipe="$2" gpus nodes told keys=() memory=() planned=()
     case "$command" in
     train | generate) planned=(--for "$command") ;;
     serve) ;;
@@ -218,7 +218,10 @@ check_stage() { # COMMAND RECIPE KEY...
     nodes="${nodes:-$(sed -nE 's/^#SBATCH.* (--nodes[= ]|-N ?)([0-9]+).*/\2/p' "launch/$(basename "$0")")}"
     nodes="${nodes:-1}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
-    (set +u && eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
+    told="$( (set +u && eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main') 2>&1 >/dev/null)" || {
+        echo "not checked: $command $recipe, for lack of an environment here (${told##*$'\n'})" >&2
+        return 0
+    }
     [ -n "${LAUNCH_NPROC:-}" ] || memory=(--gpu-gib "${LAUNCH_GPU_GIB:-80}")
     (set +u && eval "$LAUNCH_SETUP" &&
         exec python -m megatron_rft plan "$recipe" "${planned[@]}" "${memory[@]}" --nproc $((nodes * gpus)) --gpus-per-node "$gpus" \

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ cd "$folder" && tar -xz && ln -s {workspace}/runs runs || exit 1
 PLANS = """
 {setup}
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
-python -c 'import megatron_rft.commands.main' 2>/dev/null || exit 0
+told="$(python -c 'import megatron_rft.commands.main' 2>&1 >/dev/null)" ||
+    {{ echo "{unchecked}: ${{told##*$'\n'}}" >&2; exit 0; }}
 """
+UNCHECKED = "not checked, for lack of an environment on the login node"
 PLAN = """told="$(python -m megatron_rft {arguments} 2>&1 >/dev/null)" || refuse {name}": ${{told#error: }}"\n"""
 
 
@@ -77,7 +80,7 @@ class LoginNode:
             workspace=shlex.quote(str(workspace)),
             there=f" on {self.host}" if self.host else "",
             needed="sbatch rsync" if self.host else "sbatch",
-            plans="" if setup is None else PLANS.format(setup=setup) + "".join(lines),
+            plans="" if setup is None else PLANS.format(setup=setup, unchecked=UNCHECKED) + "".join(lines),
         )
         done = self._run(script, packed(code))
         said = done.stderr.decode(errors="replace").strip()
@@ -87,6 +90,8 @@ class LoginNode:
             )
         if done.returncode:
             raise UserError(said if done.returncode == 2 else f"the check on the login node failed: {last(said)}")
+        if last(said).startswith(UNCHECKED):
+            print(last(said), file=sys.stderr)
 
     def _run(self, script: str, sent: bytes) -> subprocess.CompletedProcess:
         command = ["bash", "-c", script]

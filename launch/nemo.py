@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from login_node import LoginNode, UserError  # noqa: E402
+from login_node import LoginNode, UserError, last  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SENT = [ROOT / "megatron_rft", ROOT / "examples"]
@@ -128,7 +128,9 @@ def check(args: argparse.Namespace, jobs: list[Point]) -> None:
         plans = {job.name: plan_of(args, job, recipe_there(job)) for job in jobs}
         args.login_node.check(args.workspace, SENT, None if args.image else args.setup, plans)
         return
-    if run_here(args, "python -c 'import megatron_rft.commands.main'").returncode:
+    found = run_here(args, "python -c 'import megatron_rft.commands.main'")
+    if found.returncode:
+        print(f"not checked, for lack of an environment here: {last(found.stderr.strip())}", file=sys.stderr)
         return
     for job in jobs:
         done = run_here(args, f"python -m megatron_rft {shlex.join(plan_of(args, job, job.recipe))}")

@@ -59,6 +59,13 @@ def test_the_plan_knows_the_gpus_memory(tmp_path):
     assert "--gpu-gib" not in plan
 
 
+def test_a_recipe_that_cannot_be_checked_is_submitted_with_a_word_why(tmp_path):
+    setup = "python() { echo 'Traceback'; echo 'ImportError: libfoo.so' >&2; return 1; }"
+    lines = submit(tmp_path, ["--gpus-per-node=8"], LAUNCH_SETUP=setup)
+    why = "train examples/pipo/qwen3_8b_base/grpo_pipo.yaml, for lack of an environment here (ImportError: libfoo.so)"
+    assert lines[0] == f"not checked: {why}" and len(lines) == 2 and lines[1].startswith("sbatch ")
+
+
 @pytest.mark.parametrize("whose", ["--account=me --time=60", "--account me -t 60", "-Ame -t60"])
 def test_the_server_s_nodes_are_asked_for_in_the_same_name(tmp_path, whose):
     lines = submit(tmp_path, ["--gpus-per-node=8", *whose.split()], LAUNCH_SERVER="serve")

@@ -53,6 +53,17 @@ def test_trajectories_are_planned_as_such(nemo):
     assert nemo.plan_of(args, nemo.points(args)[0], RECIPE)[1:4] == [RECIPE, "--for", "generate"]
 
 
+@pytest.mark.parametrize("where", ["here", "on the login node"])
+def test_a_recipe_that_cannot_be_checked_brings_a_word_why(nemo, tmp_path, monkeypatch, capsys, where):
+    for name, code in {"python": "echo Traceback >&2; echo ImportError: libfoo.so >&2; exit 1", "sbatch": ":"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    args = nemo.parse([RECIPE, *SLURM, "--workspace", str(tmp_path / "shared"), *["--local"] * (where == "here")])
+    nemo.check(args, nemo.points(args))
+    assert capsys.readouterr().err == f"not checked, for lack of an environment {where}: ImportError: libfoo.so\n"
+
+
 def test_a_folder_that_is_given_wins(nemo):
     args = nemo.parse([RECIPE, "run.output_dir=/data/x", "--local", "--sweep", "run.seed=1"])
     assert nemo.points(args)[0].keys[-1] == "run.output_dir=/data/x/seed_1"
