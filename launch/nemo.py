@@ -13,6 +13,7 @@ file imports nothing of the package's: --setup leads to the environment of the r
 import argparse
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -107,9 +108,12 @@ def points(args: argparse.Namespace) -> list[Point]:
         return [Point(name, args.keys, **same)]
     found = []
     for chosen in itertools.product(*axes):
-        label = "-".join(f"{option.rpartition('.')[2]}_{value}" for option, value in chosen)
+        # A job's name is that of files of NeMo-Run and Slurm: no slashes, spaces or braces of a value.
+        label = "-".join(re.sub(r"[^\w.+-]+", "_", f"{option.rpartition('.')[2]}_{value}") for option, value in chosen)
         keys = [f"{option}={value}" for option, value in chosen]
         found.append(Point(f"{name}-{label}", [*args.keys, *keys, f"run.output_dir={folder}/{label}"], **same))
+    if twice := [point.name for point in found if [each.name for each in found].count(point.name) > 1]:
+        raise UserError(f"--sweep: two jobs would be called {twice[0]} and share its folder: sweep over other values")
     return found
 
 

@@ -29,6 +29,15 @@ def test_points_are_all_combinations_with_folders_of_their_own(nemo):
     assert points[2].keys == ["run.steps=3", "pipo.window=8", "run.seed=1", folder]
 
 
+def test_names_and_folders_have_no_slashes_of_values(nemo):
+    args = nemo.parse([RECIPE, *SLURM, "--sweep", "model.path=Qwen/Qwen3-4B,/models/a b,hub", "--sweep", "run.seed=1"])
+    points = nemo.points(args)
+    labels = ["path_Qwen_Qwen3-4B-seed_1", "path__models_a_b-seed_1", "path_hub-seed_1"]
+    assert [point.name for point in points] == [f"grpo_pipo-{label}" for label in labels]
+    assert points[0].keys[0] == "model.path=Qwen/Qwen3-4B"
+    assert points[0].keys[-1] == f"run.output_dir=runs/pipo/qwen3_4b_base/grpo_pipo/{labels[0]}"
+
+
 def test_without_a_sweep_the_recipe_keeps_its_folder(nemo):
     (point,) = nemo.points(nemo.parse([RECIPE, *SLURM]))
     assert point == nemo.Point("grpo_pipo", [], RECIPE)
@@ -116,6 +125,7 @@ def test_the_batch_lines_are_bash(nemo):
         ([RECIPE, *SLURM[:4]], "no workspace: --workspace"),
         ([RECIPE, *SLURM[:6]], "no GPUs: --gpus-per-node 8"),
         ([str(ROOT / "pyproject.toml"), *SLURM], "is not in"),
+        ([RECIPE, "--local", "--sweep", "model.path=a/b,a_b"], "two jobs would be called grpo_pipo-path_a_b and share"),
         ([RECIPE, *SLURM, "--host", "login.cluster"], "--host login.cluster: write USER@HOST or USER@HOST:PORT"),
         ([RECIPE, *SLURM, "--host", "me@login", "--identity", "/no/key"], "--identity /no/key: there is no such file"),
     ],
