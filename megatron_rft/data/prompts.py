@@ -84,8 +84,7 @@ def demonstrations(
         raise DataError(f"{source}: the field {form.answer_field!r} is null or missing in every row: nothing to learn")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
-    places = [Place(rows, prompt.index, source) for prompt in answered]
-    texts = [field_text(place.row, form.answer_field, place) for place in places]
+    texts = [field_text(rows[each.index], form.answer_field, Place(rows, each.index, source)) for each in answered]
     plain = plain_text(tokenizer)
     encoded = plain.encode([plain.hidden(text) for text in texts])
     examples = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
@@ -189,7 +188,8 @@ def _check_fields(places: list[Place], form: PromptFormat) -> None:
     for place, row in ((place, place.row) for place in places):
         for name in [name for name in wanted if name not in row]:
             there = f"it has {', '.join(map(repr, row))}.{did_you_mean(name, row)}"
-            raise DataError(f"{place} has no field {name!r} ({wanted[name]}); {there}")
+            way_out = " Where no reward compares with it, name any that has text" if name == form.answer_field else ""
+            raise DataError(f"{place} has no field {name!r} ({wanted[name]}); {there}{way_out}")
 
 
 def _check_lengths(lengths: list[int], source: str, what: str, option: str, limit: int) -> None:

@@ -88,6 +88,10 @@ def test_places_of_good_rows_are_not_looked_up(tmp_path, monkeypatch):
 def test_missing_fields_list_what_there_is(tokenizer):
     with pytest.raises(DataError, match=r"row 1 has no field 'answers' .*'question', 'answer', 'level'.*'answer'\?"):
         prompt_set(ROWS, tokenizer, PromptFormat(answer_field="answers"), "rows")
+    with pytest.raises(
+        DataError, match=r"'question', 'level'\. Where no reward compares with it, name any that has text"
+    ):
+        prompt_set([{"question": "1", "level": 1}], tokenizer, PromptFormat(), "rows")
     with pytest.raises(DataError, match="no field 'problem' .data.prompt_template."):
         prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="{problem}"), "rows")
     with pytest.raises(DataError, match="row 2 has no field 'question'"):
