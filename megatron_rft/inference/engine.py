@@ -129,7 +129,6 @@ class Engine(ABC):
     with the new weights and the old cache, and keep the version of their first token.
     """
 
-    weight_version: int
     dtype: torch.dtype  # of its weights
     on_step: Callable[[], None] | None = None
     reload: Callable[[], object] | None = None  # by which `recover` sends the actor's weights

@@ -54,7 +54,6 @@ class EnginePool(Engine):
         driver: tuple[int | None, int] = (0, 1),
     ):
         self.members, self.dtype, self.gather, self._driver = members, dtype, gather, driver
-        self.weight_version = -1
         self.lost: dict[int, str] = {}  # index of the member -> the error
         self._generating = threading.Lock()
         self.restarts = 0  # of all engines of the run
@@ -121,7 +120,6 @@ class EnginePool(Engine):
                     tensors.put(None)
             for job in jobs:
                 job.result()
-        self.weight_version = version
 
     def _load(self, member: int, tensors: queue.Queue, version: int) -> None:
         stream = iter(tensors.get, None)

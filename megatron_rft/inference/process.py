@@ -67,7 +67,6 @@ class EngineProcess(Member):
             RunFailed: the process ended, or was not ready in time. The message has the last lines of its log.
         """
         self._kill()
-        self.weight_version = -1
         self._memory = host_memory()
         self._connection, theirs = Pipe()
         with theirs:
@@ -85,12 +84,11 @@ class EngineProcess(Member):
             self._send("build", self.build)
             self.dtype, gpus, self.joins = self._reply(self.start_timeout_s)
             self._place_buckets(gpus)
-        except EngineLost as error:
-            self._kill()
+        except BaseException as error:
+            self._kill()  # it may live, without an engine
+            if not isinstance(error, EngineLost):
+                raise
             raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
-        except BaseException:  # the process lives, without an engine
-            self._kill()
-            raise
 
     def _place_buckets(self, gpus: list[str]) -> None:
         """Put the buckets into this rank's GPU memory if the process sees that GPU (`gpus`), else into host memory."""
@@ -133,11 +131,10 @@ class EngineProcess(Member):
         return joined(since)
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.weight_version = -1
         self._send("load", version)
         self._buckets.send(stream, lambda full: self._send("full", full), self._reply)
         self._send("loaded")
-        self.weight_version = self._reply()
+        self._reply()
 
     def checksums(self) -> dict[str, int]:
         self._send("checksums")

@@ -121,7 +121,7 @@ class EngineHost:
 
     def _load(self, version: int) -> None:
         full, read = self._full_buckets(), partial(self._send, "read")
-        stream, answer = self.buckets.receive(full, read, self.device), ("done", version)
+        stream, answer = self.buckets.receive(full, read, self.device), ("done", None)
         try:
             self.engine.load_weights(stream, version)
         except Exception as error:

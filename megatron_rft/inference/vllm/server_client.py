@@ -85,7 +85,7 @@ class ServerEngine(Member):
         self.start()
 
     def start(self) -> None:
-        self.weight_version, self.acceptance = -1, Acceptance()
+        self.acceptance = Acceptance()
         self._disconnect()
         self._wait_until_ready()
         self._check_facts()
@@ -100,7 +100,7 @@ class ServerEngine(Member):
             raise ConfigError(f"rollout.servers: {why}. {self._how()}") from None
 
     def _health(self) -> None:
-        self._text("GET", "/health", timeout_s=ANSWER_S)
+        self._text("GET", PING if self.workers else "/health", timeout_s=ANSWER_S)  # HTTP may outlive the engine
 
     def _check_facts(self) -> None:
         """Check that the server serves this model and can receive its weights. Raises ConfigError."""
@@ -129,8 +129,8 @@ class ServerEngine(Member):
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
-        _, *line = command("MODEL", self.dtype, host="HOST", arguments=room, seeing=sees(self.config))
-        return f"Start it by\nVLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python {shlex.join(line)}"
+        line = shlex.join(command("MODEL", self.dtype, host="HOST", arguments=room, seeing=sees(self.config))[1:])
+        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python {line}"
 
     def _connect(self) -> None:
         """Form the process group for weights: this process and the server's workers."""
@@ -204,6 +204,8 @@ class ServerEngine(Member):
         try:
             body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters} | images()
             (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
+            if choice["finish_reason"] == "abort":  # vLLM aborts what is unfinished when it is told to end
+                raise EngineLost(f"{self.name} is ending: it has aborted a response")
             answer: Any = as_response(choice, sampling.truncates)
         except Exception as error:
             answer = error
@@ -212,7 +214,6 @@ class ServerEngine(Member):
     # ---- weights
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.weight_version = -1
         # Pause even without unfinished requests: another thread may be about to send one.
         self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
         self._call("POST", "/start_weight_update")
@@ -232,7 +233,6 @@ class ServerEngine(Member):
         if sees(self.config):
             self._call("POST", "/reset_encoder_cache")
         self._call("POST", "/resume")
-        self.weight_version = version
 
     def _send(self, stream: Iterable[tuple[str, Tensor]], update: Future) -> None:
         """Send the stream, each part of it within the limit of the link, and wait for the answer `update`."""

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.vllm import server_client
-from megatron_rft.inference.vllm.arguments import RUNNER, command, common, flag
+from megatron_rft.inference.vllm.arguments import RUNNER, command, flag
 from megatron_rft.inference.vllm.server_client import ServerEngine, local_address
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError, RunFailed
@@ -25,6 +25,7 @@ from tests.integration.tiny import wait_until
 from tests.made import recipe
 from tests.unit.inference.tiny import SHAPE
 
+ROOT = Path(__file__).resolve().parents[4]
 CONFIG = Qwen3Config(**SHAPE)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
 FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1, "sequences": 128}
@@ -40,10 +41,11 @@ def answering(
     dies: str = "",
     lacks: str = "",
     sent: threading.Event | None = None,
+    choices: list[dict] | None = None,
 ):
     """A server that answers only questions about itself. It never answers `hangs`, lacks `lacks`, and its engine dies
     when it is asked for `dies`: the request fails, and later the server reports that it is broken. It answers
-    /update_weights when all is `sent`. Returns (its URL, its requests)."""
+    /update_weights when all is `sent`, and requests for responses with `choices`. Returns (its URL, its requests)."""
     asked: list[str] = []
     over = threading.Event()
 
@@ -63,6 +65,8 @@ def answering(
             if self.path == "/collective_rpc":
                 about = facts if b"rft_facts" in body else {"problem": None}
                 answer = about if isinstance(about, str) else json.dumps({"results": [about]})
+            elif choices and self.path == "/inference/v1/generate":
+                answer = json.dumps({"choices": choices})
             elif self.path != "/health":
                 answer = metrics if self.path == "/metrics" else ""
             broken = self.path == "/health" and dies in asked and asked.count("/health") > 2
@@ -118,13 +122,6 @@ def test_a_server_without_the_end_point_of_token_ids():
         ServerEngine(url, CONFIG, torch.float32)
 
 
-def test_the_documented_command_has_every_option():
-    documented = Path("docs/rollout.md").read_text()
-    for name, value in common("MODEL", torch.bfloat16, "wire", 0, 0).items():
-        assert shlex.join(flag(name, value)) in documented
-    assert all(f"{name}={value}" in documented for name, value in RUNNER.items())
-
-
 def test_kept_caches_are_not_for_later_responses():
     with answering(FACTS) as (url, _), pytest.raises(ConfigError, match="start it with --no-enable-prefix-caching"):
         ServerEngine(url, CONFIG, torch.float32, keep_caches=True)
@@ -159,7 +156,6 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
         engine.load_weights(iter([]), version=1)
     assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
     assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
-    assert engine.weight_version == 1
 
 
 def test_weights_may_take_longer_than_the_limit_of_silence(monkeypatch):
@@ -183,7 +179,7 @@ def test_weights_may_take_longer_than_the_limit_of_silence(monkeypatch):
     with answering(FACTS, sent=sent) as (url, asked):
         engine = ServerEngine(url, CONFIG, torch.float32)
         engine.load_weights(iter([]), version=1)
-        assert engine.weight_version == 1
+        assert asked[-1] == "/resume"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -227,6 +223,38 @@ def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
         assert wait_until(lambda: "/is_paused" in asked)  # the client may have given up before the server reads it
 
 
+@pytest.mark.parametrize("written", [(), (5, 6)])
+def test_a_response_that_an_ending_server_has_aborted_is_asked_for_again(monkeypatch, written):
+    """vLLM answers what is unfinished with status 200 and the tokens so far when SIGTERM or Ctrl-C ends it."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    versions = [{"version": "3", "start": 0, "end": 2}] if written else []
+    choice = {"token_ids": list(written), "finish_reason": "abort", "weight_versions": versions}
+    choice["logprobs"] = {"content": [{"token_id": token, "logprob": -1.0} for token in written]}
+    with answering(FACTS, choices=[choice]) as (url, _):
+        engine = ServerEngine(url, CONFIG, torch.float32)
+        with pytest.raises(EngineLost, match="is ending: it has aborted a response"):
+            list(engine.generate([Request(0, (3, 4), 1, seed=1)], Sampling(4)))
+
+
+def test_a_lost_server_is_waited_for_until_its_engine_answers(monkeypatch):
+    """The old one may still say that it is healthy while its engine ends."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
+    text, ending = ServerEngine._text, iter([True] * 3)
+
+    def ask(self, method, path, *more, **named):
+        if path == "/is_paused" and next(ending, False):
+            raise EngineLost("it is ending")
+        return text(self, method, path, *more, **named)
+
+    with answering(FACTS) as (url, asked):
+        engine = ServerEngine(url, CONFIG, torch.float32)
+        assert asked == ["/health", "/collective_rpc"]
+        monkeypatch.setattr(ServerEngine, "_text", ask)
+        engine.start()
+        assert asked[2:] == ["/is_paused", "/collective_rpc"] and next(ending, None) is None
+
+
 def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
     """A thread that sends a request after the others were cancelled would wait forever."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
@@ -265,6 +293,16 @@ def test_arguments_of_a_server():
     }
     line = command("model", torch.bfloat16, arguments=arguments)
     assert line[line.index("--max-num-batched-tokens") + 1] == "20000"
+
+
+def test_the_page_has_the_command_of_a_server(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    page = (ROOT / "docs" / "rollout.md").read_text(encoding="utf-8")
+    told = page[page.index("VLLM_SERVER_DEV_MODE=1") :].partition("\n\n")[0].replace("\\\n", " ")
+    mode, runner, python, *line = shlex.split(told)
+    _, *own = command("MODEL", torch.bfloat16, host="HOST", arguments={"max_model_len": 4096})
+    assert sorted(" ".join(line).split(" --")) == sorted(" ".join(own).split(" --"))
+    assert (mode, python) == ("VLLM_SERVER_DEV_MODE=1", "python") and dict([runner.split("=")]) == RUNNER
 
 
 def test_a_server_that_keeps_caches_shares_no_prefixes():
