@@ -47,12 +47,12 @@ class Receiver(WeightTransferEngine[WeightTransferInitInfo, TensorUpdate]):
             if isinstance(loader := getattr(parameter, "weight_loader", None), partial):
                 loader.__name__ = "weight_loader"  # pyright: ignore[reportAttributeAccessIssue]
         initialize_layerwise_reload(self.model)
+        self.comparison = Comparison(self.model)
 
     def receive_weights(self, update_info: TensorUpdate) -> None:
         self.load(update_info.tensors)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.comparison = Comparison(self.model)
         self.model.load_weights(self.comparison.watch(tensors))
 
     def finish_weight_update(self) -> None:

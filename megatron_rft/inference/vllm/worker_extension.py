@@ -81,14 +81,15 @@ class Extension:
     def rft_facts(self) -> dict:
         record_shared_memory(shared_memory(os.getpid()))
         cpu_patches.repair()
+        if self._weight_update_active:  # its trainer was lost in the middle, and vLLM begins no other before its end
+            self.finish_weight_update()
         config, parallel = language_config(self.model_config.hf_config), self.parallel_config
         if sees(config):
             images.mask(self.model_runner.model, never_sampled(config))
-        transfer = self.vllm_config.weight_transfer_config
+        transfer, scheduler = self.vllm_config.weight_transfer_config, self.scheduler_config
         facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
         facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
-        facts |= {"chunked_prefill": self.scheduler_config.enable_chunked_prefill}
-        facts |= {"sequences": self.scheduler_config.max_num_seqs}
+        facts |= {"chunked_prefill": scheduler.enable_chunked_prefill, "sequences": scheduler.max_num_seqs}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
         facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": local_gpu()}
         facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}

@@ -6,6 +6,7 @@ import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 
 import pytest
 import torch
@@ -212,6 +213,22 @@ def test_a_faulty_stream_is_refused_and_read_to_its_end(engine, models, fault):
         list(engine.generate(some_requests(1), Sampling(3)))
     weight_sync.send(hf_stream(models[1]), engine, version=5, verify=True)
     assert engine.weight_version == 5
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_update_that_a_lost_trainer_has_left_is_ended(engine, models, count):
+    """By a server's worker, when the next trainer asks for its facts: until then vLLM refuses to begin another one."""
+    from megatron_rft.inference.vllm.worker_extension import Extension
+
+    engine.llm.collective_rpc("start_weight_update")
+    if count:  # a part of the matrix that vLLM makes of three
+        tensors = {"tensors": islice(hf_stream(models[1]), count)}
+        engine.llm.collective_rpc("update_weights", kwargs={"update_info": tensors})
+    with pytest.raises(RuntimeError, match="while a weight update is already active"):
+        engine.load_weights(hf_stream(models[1]), version=6)
+    (facts,) = engine.llm.collective_rpc(Extension.rft_facts)
+    assert (facts["transfer"], facts["sequences"], facts["max_model_len"]) == ("handover", 32, 256)
+    weight_sync.send(hf_stream(models[1]), engine, version=6, verify=True)
 
 
 def swapped(stream):
