@@ -101,14 +101,14 @@ class LocalServer(ServerEngine):
         self.url = f"http://127.0.0.1:{port}"
         self.name = self.log.stem
         self.process = spawn(self.model, self.dtype, port, "127.0.0.1", self.arguments, self.environment, self.log)
-        super().start()
-
-    def _wait_until_ready(self) -> None:
         try:
-            wait_for(self.process, self._health, self.start_timeout_s, self.name, self.log)
-        except RunFailed:
+            super().start()
+        except BaseException:  # also if it answers, but cannot be used: nobody would close it
             self._kill()
             raise
+
+    def _wait_until_ready(self) -> None:
+        wait_for(self.process, self._health, self.start_timeout_s, self.name, self.log)
 
     def close(self) -> None:
         super().close()

@@ -3,7 +3,15 @@ import signal
 import subprocess
 import sys
 
-from megatron_rft.inference.vllm.server_process import DEAF
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_rft.inference.vllm import server_process
+from megatron_rft.inference.vllm.server_process import DEAF, LocalServer
+from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.processes import start_helper
+from tests.unit.inference.tiny import SHAPE
 
 MODULE = """
 import multiprocessing, signal, sys
@@ -43,3 +51,22 @@ def test_a_server_and_its_processes_survive_the_stop_of_a_run(tmp_path):
         server.stdin.close()
         assert server.stdout.read() == "alive\n"
     assert server.returncode == 0
+
+
+def test_a_server_that_answers_but_cannot_be_used_is_ended(tmp_path, monkeypatch):
+    """Nobody else would: there is no engine yet that could be closed."""
+    started = []
+
+    def spawn(*_):
+        started.append(start_helper(["sleep", "600"], reap=True))
+        return started[0]
+
+    def refuse(server):
+        raise ConfigError("takes no weights")
+
+    monkeypatch.setattr(server_process, "spawn", spawn)
+    monkeypatch.setattr(LocalServer, "_health", lambda server: None)
+    monkeypatch.setattr(LocalServer, "_check_facts", refuse)
+    with pytest.raises(ConfigError, match="takes no weights"):
+        LocalServer(Qwen3Config(**SHAPE), torch.float32, tmp_path / "server.log", {}, {})
+    assert started[0].returncode is not None
