@@ -417,7 +417,7 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of these, sample from the most probable ones with this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of these, sample from those at least this many times as probable as the most probable one."""
+    """Of these, sample from those at least this many times as probable as the most probable one. vllm: before top_p."""
     stop: list[str | int] = []
     """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
     replay_routes: AutoOrOff = "auto"

@@ -160,6 +160,11 @@ def check_vllm(
             f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
             f"{shape.max_positions}"
         )
+    if options.speculative_config and rollout.min_p:
+        raise ConfigError("rollout.min_p: vLLM has none with vllm.speculative_config. Leave out one of the two")
+    if options.extra.get("async_scheduling") and rollout.placement == "process" and rollout.staleness > 1:
+        why = "tokens of a step that is in flight at a sync would get the version of the new weights"
+        raise ConfigError(f"vllm.async_scheduling: with rollout.staleness {rollout.staleness} {why}. Leave it out")
     check_drafts(options.speculative_config or {}, shape)
     check_layout(options, shape)
     if options.quantization:

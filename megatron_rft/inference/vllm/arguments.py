@@ -72,7 +72,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, ranks: int) -> int
 
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequences: int, ranks: int = 1) -> int:
     """Return the size of the KV cache on the CPU for each of the engine's `ranks`: all sequences at their longest, at
-    most CACHE_BYTES, but at least one sequence."""
+    most CACHE_BYTES, but at least two sequences."""
     sequence = token_bytes(config, dtype, ranks) * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
     return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 

@@ -141,6 +141,9 @@ def test_the_hf_engine_leaves_out_what_a_base_says_to_vllm(recipe, tmp_path, cap
         ("vllm.max_model_len=4096", "4096 is beyond the model's max_position_embeddings, 2048"),
         ("vllm.tensor_parallel_size=2", "2 ranks in a row are one engine, and 1 rank cannot be divided so"),
         ("vllm.tensor_parallel_size=3", "vllm.tensor_parallel_size: 4 attention heads do not divide by TP 3"),
+        ("vllm.long_prefill_token_threshold=8", "is off: vLLM crashes on split prompts with per-request seeds"),
+        ("vllm.max_num_scheduled_tokens=8", "it would let longer prompts wait for ever"),
+        ("vllm.max_num_queued_reqs=8", "it would have servers refuse the run's requests"),
         ("vllm.decode_context_parallel_size=2", "it is 1 for engines that the run starts"),
         ("vllm.quantization=awq", "vllm.quantization: 'awq' is"),
         ("vllm.quantization_config={linear: mxfp8}", "in an untested way; `quantization` has the supported ones"),
@@ -168,6 +171,18 @@ def test_the_hf_engine_leaves_out_what_a_base_says_to_vllm(recipe, tmp_path, cap
 )
 def test_refused(recipe, override, words):  # noqa: F811
     assert words in refusal(recipe, override, world_size=1)
+
+
+@with_vllm
+def test_what_vllm_cannot_do_together(recipe):  # noqa: F811
+    drafts = "vllm.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    told = refusal(recipe, drafts, "rollout.top_k=8", "rollout.min_p=0.1", world_size=1)
+    assert told == "rollout.min_p: vLLM has none with vllm.speculative_config. Leave out one of the two"
+    check(load(recipe, [drafts, "rollout.top_k=8", "rollout.top_p=0.9"]))
+    ahead = "vllm.async_scheduling=true", "rollout.placement=process", "algorithm.importance=truncated"
+    told = refusal(recipe, *ahead, "rollout.staleness=2", world_size=1)
+    assert told.startswith("vllm.async_scheduling: with rollout.staleness 2 tokens of a step that is in flight")
+    check(load(recipe, [*ahead, "rollout.staleness=1"]))
 
 
 @with_vllm
