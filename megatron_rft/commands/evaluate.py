@@ -26,7 +26,6 @@ from megatron_rft.evaluation.evaluate import EvalResult, EvaluationCache, condit
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
-from megatron_rft.records import Prompt
 from megatron_rft.rewards import registry
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
@@ -71,7 +70,7 @@ def evaluate(
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
     sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, None, tokenizer, None, recipe.run.seed)
-    given = {part: read.prompts for part, read in loaded.items()}
+    given = {part: read.prompts[: recipe.evaluation.limit] for part, read in loaded.items()}
     evaluator = Evaluator(recipe.evaluation, sampler, folder, given)  # engine and rewards: in `measured`
     asked = {part: Asked.of(part, usable, evaluator, recipe.reward, model) for part, usable in loaded.items()}
     results = measured(asked, evaluator, EngineBuilder(recipe), source, tokenizer)
@@ -110,16 +109,16 @@ def measured(
 class Asked:
     """The problems of one part, its reward, and the completions that are there already."""
 
-    prompts: list[Prompt]
     left_out: dict[str, int]
     reward: RewardOptions
     cache: EvaluationCache
+    answered: bool  # all of them
 
     @classmethod
     def of(cls, part: str, read: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
         benchmark, samples = evaluator.options.benchmarks.get(part), evaluator.samples(part)
-        prompts, reward = evaluator.prompts(part), reward_of(own, benchmark) if benchmark else own
+        prompts, reward = evaluator.given[part], reward_of(own, benchmark) if benchmark else own
         depends_on = {
             "megatron_rft": __version__,
             **model,
@@ -137,11 +136,7 @@ class Asked:
         cache = EvaluationCache(evaluator.folder, part, depends_on, samples, note)
         if cache.completions:
             note(len(cache.completions), " already")
-        return cls(prompts, read.dropped, reward, cache)
-
-    @property
-    def answered(self) -> bool:
-        return len(self.cache.completions) == len(self.prompts)
+        return cls(read.dropped, reward, cache, len(cache.completions) == len(prompts))
 
 
 def others(folder: Path, parts: list[str], model: Weights) -> list[EvalResult]:

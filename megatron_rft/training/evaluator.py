@@ -90,10 +90,7 @@ class Evaluator:
     def measure(self, part: str, cache: EvaluationCache | None = None) -> EvalResult:
         sampler = replace(self.sampler, samples=self.samples(part))
         where = {"rank": self.rank, "world": self.world, "batch": self.options.batch}
-        return evaluate(sampler, self.prompts(part), self.gather, name=part, cache=cache, **where)
-
-    def prompts(self, part: str) -> list[Prompt]:
-        return self.given[part][: self.options.limit]
+        return evaluate(sampler, self.given[part], self.gather, name=part, cache=cache, **where)
 
     def samples(self, part: str) -> int:
         benchmark = self.options.benchmarks.get(part)

@@ -160,8 +160,7 @@ def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
     for rollout in row["rollouts"]:
         index = rollout["prompt"]
         prompt = rollout["prompt"] = prompts.get(index)
-        stored = row.get("digests", {}).get(str(index))  # an older version stored none
-        if not prompt or stored and stored != Stream([prompt]).digest():
+        if not prompt or row["digests"][str(index)] != Stream([prompt]).digest():
             gone = f"data.train: row {index + 1}, whose responses are in the checkpoint, is no longer the same"
             raise DataError(f"{gone}. Restore the data, or start in another run.output_dir")
     return ROUND.validate_python(row)

@@ -113,6 +113,7 @@ class TrainingRun:
         self.player = around(engine, engines, tokenizer, stack, self.weights if keeps else None)
         graded = self.player, tokenizer, self.reward, recipe.run.seed
         sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, *graded)
+        given = {part: prompts[: recipe.evaluation.limit] for part, prompts in given.items()}
         among = parallel.gather, *self.player.driver()
         self.evaluator = Evaluator(recipe.evaluation, sampler, self.folder / "evaluation", given, *among)
 
