@@ -415,9 +415,9 @@ class Rollout(Section):
     """Sample from the most probable tokens only; 0: from all. The engine reports which tokens it kept (the support),
     and log-probs, entropies and divergences of all models are then over the support."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of these, sample from the most probable ones with this mass."""
+    """Of these, after min_p, sample from the most probable ones with this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of these, sample from those at least this many times as probable as the most probable one. vllm: before top_p."""
+    """Of these, sample from those at least this many times as probable as the most probable one."""
     stop: list[str | int] = []
     """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
     replay_routes: AutoOrOff = "auto"

@@ -74,9 +74,9 @@ class WeightValidator:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. If they truncate the distribution, to the `top_k` most probable tokens, of these to the most
-    probable ones with a mass of `top_p`, and of these to those at least `min_p` times as probable as the most probable
-    one, responses carry their `supports`: the trainer cannot know which tokens an engine kept."""
+    """Sampling parameters. If they truncate the distribution, to the `top_k` most probable tokens, of these to those at
+    least `min_p` times as probable as the most probable one, and of these to the most probable ones with a mass of
+    `top_p`, responses carry their `supports`: the trainer cannot know which tokens an engine kept."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy

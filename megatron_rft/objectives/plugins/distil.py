@@ -6,6 +6,7 @@ from megatron_rft.config.plugins import Distil
 from megatron_rft.objectives.base import Loss, LossFunction, Outputs, Plugin, Prepared, State, Update
 from megatron_rft.objectives.distil import divergence, needed, second
 from megatron_rft.records import Batch
+from megatron_rft.utils.errors import ConfigError
 
 
 class Distilled(Plugin):
@@ -17,7 +18,8 @@ class Distilled(Plugin):
         return replace(prepared, updates=updates)
 
     def _distilled(self, update: Update) -> Update:
-        assert update.second is None, update.second
+        if update.second:  # of the user's algorithm; the package's own are refused with the recipe
+            raise ConfigError("distil: the loss of this algorithm compares with another distribution already")
         return replace(
             update,
             batch=update.batch.without_sequences("no_gradient"),  # every response has a gradient

@@ -6,6 +6,7 @@ import torch
 
 from megatron_rft.objectives.base import SecondDistribution, counts
 from megatron_rft.records import Batch
+from megatron_rft.utils.errors import ConfigError
 from tests.made import distilled, made, pipo
 
 VOCABULARY, TEMPERATURE = 5, 0.8
@@ -87,6 +88,11 @@ def test_the_plugin_adds_it_to_the_loss_of_the_base():
     expected = alone.loss(found, plain).mean(counts(plain)) + 0.3 * loop(step, "jsd", 0.5)
     assert update.loss(found, step).mean(counts(step)).item() == pytest.approx(expected.item(), rel=1e-6)
     assert plugin.needs == base.needs and update.outputs == alone.outputs | {"jsd", "logprobs", "other_logprobs"}
+
+
+def test_a_loss_that_compares_already_is_refused():
+    with pytest.raises(ConfigError, match="^distil: the loss of this algorithm compares with another"):
+        distilled(made("grpo", kl_estimator="exact")).prepare(sampled(), {})
 
 
 def test_the_verification_of_pipo_stays_that_of_the_base():

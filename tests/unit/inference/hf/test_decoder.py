@@ -43,6 +43,7 @@ def test_frequencies_are_the_probabilities(temperature):
         (Sampling(1, temperature=0.5, top_k=2), [0, 0, 9 / 25, 16 / 25]),
         (Sampling(1, top_k=4, min_p=0.5), [0, 2 / 9, 3 / 9, 4 / 9]),
         (Sampling(1, top_k=3, top_p=0.7, min_p=0.9), [0, 0, 0, 1]),
+        (Sampling(1, top_k=4, top_p=0.5, min_p=0.6), [0, 0, 0, 1]),  # without min_p, or after top_p: 3 / 7 and 4 / 7
     ],
 )
 def test_truncation_renormalises(sampling, expected):
