@@ -80,10 +80,11 @@ def _unread(c: Any) -> list[str]:
 
 def _windows(c: Any) -> list[str]:
     window, kinds = first(c, "sliding_window"), set(getattr(c, "layer_types", None) or ())
+    everywhere = c.model_type == "mistral" or (c.model_type == "qwen3_moe" and first(c, "use_sliding_window"))
     unknown = kinds - {"full_attention", "linear_attention" if family_of(c).gated else None, "sliding_attention"}
     if window is None and "sliding_attention" in kinds:
         unknown |= {"sliding_attention without sliding_window"}
-    if not family_of(c).windows and (kinds & {"sliding_attention"} or (window and c.model_type == "mistral")):
+    if not family_of(c).windows and (kinds & {"sliding_attention"} or (window and everywhere)):
         fix = "sliding_window to null" if c.model_type == "mistral" else "use_sliding_window to false"
         return [f"sliding-window attention (set {fix} if the context fits in the window)"]
     return [f"layer_types {', '.join(sorted(unknown))}"] if unknown else []
@@ -116,9 +117,10 @@ def _rotary(c: Any) -> list[str]:
     kind = found["rope_type"]
     kinds = dict.fromkeys((kind, rope(c, "sliding_attention")["rope_type"]))
     refused = [f"rope_type {each!r} (only {', '.join(ROPE_TYPES)})" for each in kinds if each not in ROPE_TYPES]
-    scales = found.get("mscale"), found.get("mscale_all_dim")
-    if kind == "yarn" and latent and (not scales[0] or scales[0] != scales[1]):  # else q and k are scaled in part
-        refused.append(f"mscale {scales[0]} with mscale_all_dim {scales[1]} (only equal ones)")
+    mscale, other, factor = (found.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor"))
+    # others scale the rotated part of q and k alone
+    if kind == "yarn" and latent and (not mscale or mscale != other or factor not in (None, 1)):
+        refused.append(f"mscale {mscale}, mscale_all_dim {other}, attention_factor {factor} (only equal ones, and 1)")
     if kind != "default" and found["partial_rotary_factor"] != 1.0:
         refused.append(f"rope_type {kind!r} with partial_rotary_factor {found['partial_rotary_factor']}")
     if latent and not first(c, "rope_interleave", default=True):
@@ -145,8 +147,8 @@ def _vision(c: Any) -> list[str]:
 
 def _router(c: Any) -> list[str]:
     refused = []
-    if family_of(c).has(EXPERT_BIAS) and not first(c, "norm_topk_prob", default=True):
-        refused.append("norm_topk_prob: false with a sigmoid router")
+    if family_of(c).has(EXPERT_BIAS) and (c.num_experts_per_tok == 1 or not first(c, "norm_topk_prob", default=True)):
+        refused.append("norm_topk_prob: false, or num_experts_per_tok 1, with a sigmoid router")
     if (first(c, "n_group") or 1) > 1 and c.num_experts_per_tok != 2 * c.topk_group:
         refused.append(f"num_experts_per_tok {c.num_experts_per_tok} with topk_group {c.topk_group} (only its double)")
     return refused

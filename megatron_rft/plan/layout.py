@@ -66,6 +66,8 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
         yield f"{shape.heads} attention heads do not divide by TP {tp}"
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield f"{shape.kv_heads} kv heads are neither a multiple nor a divisor of TP {tp}"
+    elif shape.own_groups and tp > shape.kv_heads:
+        yield f"TP {tp} is above the {shape.kv_heads} kv heads, and an output gate or norms over all heads share none"
     if not shape.experts and shape.ffn % tp:
         yield f"the feed-forward size {shape.ffn} does not divide by TP {tp}"
     if even_stages and shape.layers % (pp * (layout.vpp or 1)):

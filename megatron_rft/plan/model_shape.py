@@ -43,6 +43,7 @@ class ModelShape:
         self.whole_sequences = checks.whole_sequences(c)
         self.sequence_parallel = checks.needs_sequence_parallel(c)
         self.whole_experts = checks.whole_experts(c)
+        self.own_groups = family.gated or family.whole_qk_norm  # whether each rank needs a kv head of its own
         self.parts = tuple(tuple(shapes.layer_parts(c, i)) for i in range(self.layers))  # by layer
         self.mixture = tuple(any(part.expert for part in layer) for layer in self.parts)  # whether it has experts
         names = [{part.name for part in layer} for layer in self.parts]

@@ -20,9 +20,10 @@ from megatron_rft.plan.layout import Layout, check_layout, problems
 from megatron_rft.plan.model_shape import ModelShape, read_shape
 from megatron_rft.utils.errors import ConfigError, DataError
 from tests.families import FAMILIES as TEXT
-from tests.families import SEEING
+from tests.families import SEEING, YARN
 
 FAMILIES = TEXT | SEEING
+SCALED = YARN | dict(mscale=1.0, mscale_all_dim=1.0)
 
 
 def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tmp_path):
@@ -57,6 +58,8 @@ def test_rope_parameters_of_all_layers_are_those_of_layers_with_a_window_too():
         ("glm4_moe", "num_experts_per_tok", 2, "topk_group"),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave"),
         ("deepseek_v3", "attention_bias", True, "attention_bias"),
+        ("deepseek_v3", "rope_parameters", SCALED | {"attention_factor": 1.2}, "attention_factor 1.2"),
+        ("minimax_m2", "num_experts_per_tok", 1, "num_experts_per_tok 1"),
         ("deepseek_v3", "topk_method", "greedy", "topk_method"),
         ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}, "quantised by fp8"),
         ("gemma3_text", "final_logit_softcapping", 30.0, "final_logit_softcapping 30.0"),
@@ -81,6 +84,14 @@ def test_what_cannot_be_represented_is_refused(tmp_path, family, field, value, w
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=words):
         read_shape(tmp_path)
+
+
+def test_a_window_counts_in_qwen3_moe_where_it_is_used():
+    """There it is one of all layers: no layer_types say so."""
+    config = SimpleNamespace(**transformers.Qwen3MoeConfig(num_hidden_layers=2).to_dict() | {"sliding_window": 4096})
+    assert why_unsupported(config) == ""
+    config.use_sliding_window = True
+    assert "sliding-window attention (set use_sliding_window to false" in why_unsupported(config)
 
 
 def test_a_multiplier_of_one_is_none():
@@ -160,6 +171,8 @@ def test_what_a_new_family_would_have_to_read(family, fields):
         ("gemma3_text", Layout(2, 1, 1, 2, 1, 1), "the model has windows"),
         ("qwen3_5", Layout(2, 1, 1, 2, 1, 1), "delta nets pass a state"),
         ("gpt_oss", Layout(2, 2, 1, 1, 1, 2), "experts have biases"),
+        ("qwen3_5", Layout(4, 4, 1, 1, 1, 4), "TP 4 is above the 2 kv heads"),
+        ("olmo2", Layout(4, 4, 1, 1, 1, 4), "TP 4 is above the 2 kv heads"),
         ("glm4_moe", Layout(2, 2, 1, 1, 1, 1), "needs expert_model_parallel_size above 1"),
     ],
 )
