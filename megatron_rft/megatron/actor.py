@@ -107,7 +107,6 @@ class Actor:
             attach(self.models, lora, hf_config)
         self.config = self.models[0].config
         chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
-        models.keep_expert_bias_exact(self.models)
         self.device = parallel.device()
         self.optimizer = None
         self.routers = Routers(self.models) if experts(hf_config) else None

@@ -255,14 +255,12 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
             model.output_layer = ValueHead(config)
         else:
             model.output_layer.__class__ = OutputMatrix
+    for parameter in model.parameters():
+        # of an expert: otherwise megatron-core adds up the biases' gradients over tensor-parallel ranks, which have
+        # different experts, and counts those of the first rank alone in the norm
+        if not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
     return model.to(parallel.device())  # megatron-core makes routers on the host, where DDP misses their gradients
-
-
-def keep_expert_bias_exact(chunks: list[GPTModel]) -> None:
-    """Keep the bias of each router in fp32, also in a model of lower precision: published values need it."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if getattr(module, "expert_bias", None) is not None:
-            module.expert_bias.data = module.expert_bias.data.float()
 
 
 def _scaled(_module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class Routers:
         self.choices = [RouterChoice(router) for router in self.routers]
         for router, choice in zip(self.routers, self.choices, strict=True):
             router.router_replay = choice
+            if router.expert_bias is not None:  # published values need fp32, also in a model of lower precision
+                router.expert_bias.data = router.expert_bias.data.float()
         self.store = None
         self.total = 0  # loads since the last `take`, [layers of this rank, experts]
 

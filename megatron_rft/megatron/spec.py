@@ -123,12 +123,7 @@ def own_attention(config: TransformerConfig) -> type:
 
 class OwnOutput(RowParallelLinear):
     """megatron-core 0.16.1 adds an expert's bias in place to this output, which on one tensor-parallel rank is a view
-    that autograd does not allow to change. It also adds up the bias's gradients over tensor-parallel ranks, which may
-    have different experts."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.bias.sequence_parallel = False
+    that autograd does not allow to change."""
 
     def forward(self, x: Tensor):
         out, bias = super().forward(x)

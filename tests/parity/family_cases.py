@@ -189,6 +189,7 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
     wrong = [name for name in same if not same[name]] + sorted(same.keys() ^ hf_shapes(config).keys())
     out = actor.outputs(batch, frozenset({"logprobs", "entropy"}))
     actor.backward(batch, Weighted, {})
+    norm = actor.optimizer.grad_norm()
     if "dist" in case:
         gather_gradients(actor)
     with actor.use_weights([getattr(t, "main_grad", t).clone() for t in actor.tensors()]):
@@ -196,6 +197,9 @@ def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
     release(actor)
     parallel.destroy_layout()
     gradients = {name: tensor.float() for name, tensor in gradients.items() if not name.endswith("correction_bias")}
+    exact = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    if whole_experts(config) and abs(norm / exact - 1) > 1e-5 and precision == "fp32":
+        wrong.append(f"the gradient's norm is {norm}, and not {exact}")
     return out["logprobs"], out["entropy"], gradients, wrong
 
 

@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import Mapping
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.routers import Routers
 from megatron_rft.utils.errors import ConfigError, DataError
+from tests.families import FAMILIES
 from tests.shapes import SMALL
 
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
@@ -42,6 +45,13 @@ def test_biases_and_dense_layers_of_a_mixture():
 def test_fields_of_megatron_core_pass_through():
     config = models.transformer_config(Qwen3Config(**SMALL), Megatron(disable_parameter_transpose_cache=True), "fp32")
     assert config.disable_parameter_transpose_cache
+
+
+def test_the_bias_of_a_router_stays_exact_in_lower_precision(alone):
+    (model,) = models.build(FAMILIES["glm4_moe"], Megatron(), "bf16")
+    routers = Routers([Float16Module(model.config, model)]).routers
+    assert {router.expert_bias.dtype for router in routers} == {torch.float32}
+    assert {router.weight.dtype for router in routers} == {torch.bfloat16}
 
 
 def test_fused_gradient_sums_need_no_apex_beside_transformer_engine(alone, monkeypatch):
