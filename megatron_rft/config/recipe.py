@@ -173,6 +173,7 @@ class Recipe(s.Section):
                 "needs optimizer.use_precision_aware_optimizer=true and model.precision bf16 or fp8: otherwise "
                 "megatron-core would not take the loaded weights over to the host, and step 1 would overwrite them",
             )
-        fp8 = [name for name in self.megatron.extra if name.split("_")[0] == "fp8"]
+        starts = ("fp8", "first_last_layers", "num_layers_at", "tp_only_amax")
+        fp8 = [name for name in self.megatron.extra if name.startswith(starts)]
         why = f"with model.precision {self.model.precision}: set that to fp8"
         self.megatron.unused(self.model.precision != "fp8", why, *fp8, "fp8", "fp8_recipe", place="megatron.")

@@ -159,12 +159,12 @@ class Megatron(Section, extra="allow"):
 
     def _check(self):
         passthrough.check_megatron_core("megatron", self.extra, type(self).model_fields)
-        if self.recompute_granularity == "full":
-            for key in ("recompute_method", "recompute_num_layers"):
-                if getattr(self, key) is None:
-                    raise at(key, "full recompute needs it, such as recompute_method=uniform recompute_num_layers=1")
-        else:
-            self.unused(True, "unless recompute_granularity is full", "recompute_method", "recompute_num_layers")
+        chosen, of_full = self.recompute_granularity, ("recompute_method", "recompute_num_layers")
+        for key in of_full if chosen == "full" else ():
+            if getattr(self, key) is None:
+                raise at(key, "full recompute needs it, such as recompute_method=uniform recompute_num_layers=1")
+        self.unused(chosen != "full", "unless recompute_granularity is full", *of_full, "distribute_saved_activations")
+        self.unused(chosen != "selective", "unless recompute_granularity is selective", "recompute_modules")
 
 
 class Optimizer(Section, extra="allow"):
