@@ -16,7 +16,7 @@ import torch
 
 from megatron_rft import __version__
 from megatron_rft.commands.convert import find_source
-from megatron_rft.config import Data, Evaluation, Recipe, RewardOptions
+from megatron_rft.config import Data, Evaluation, Megatron, Recipe, RewardOptions
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.evaluation import Benchmark
 from megatron_rft.config.rewards import SECTIONS, OwnOptions
@@ -53,11 +53,15 @@ def evaluate(
     results, and the folder with them and the completions."""
     name = name or str(Path(recipe.run.output_dir) / "export")
     source = find_source(name, like, "model")
+    if (devices := recipe.vllm.tensor_parallel_size) > 1:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: {devices}, but the command evaluate has one process on one device. Set it to 1"
+        )
     # `check` requires *.safetensors, which a Megatron checkpoint does not have, unless weights are random.
     initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
     given = recipe.model.model_copy(update={"path": str(source.companions), "initialise": initialise})
-    recipe = recipe.model_copy(update={"model": given})
-    check(recipe, starts=True)
+    recipe = recipe.model_copy(update={"model": given, "megatron": Megatron()})  # this process is no rank of a layout
+    check(recipe, must_fit=False, starts=True)  # nothing is trained, and the engine checks its own share
     named = Path(name).name if source.format == "hf" else source.path.name
     folder = out or Path(recipe.run.output_dir) / "evaluation" / named
     check_writable(folder, "out")
@@ -146,10 +150,6 @@ def others(folder: Path, parts: list[str], model: Weights) -> list[EvalResult]:
 
 
 def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
-    if (devices := engines.recipe.vllm.tensor_parallel_size) > 1:
-        raise ConfigError(
-            f"vllm.tensor_parallel_size: {devices}, but the command evaluate has one process on one device. Set it to 1"
-        )
     engine = engines.local(source.hf_config)("cuda" if torch.cuda.is_available() else "cpu")
     weight_sync.send(source.tensors(), engine, version=0, verify=True)
     return engine

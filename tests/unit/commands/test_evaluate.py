@@ -14,6 +14,7 @@ from megatron_rft.config.environment import Program
 from megatron_rft.config.evaluation import Benchmark
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
+from megatron_rft.utils import device
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,14 @@ def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, mo
     told = capsys.readouterr().err
     assert f"evaluation.benchmarks.second: {tmp_path}/none.jsonl:1 has no field 'answer'" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_of_many_ranks_is_evaluated_in_one_process(recipe, model, capsys, monkeypatch):
+    monkeypatch.setattr(device, "gpu_gib", lambda: 1e-6)  # no room to train in
+    layout = "megatron={tensor_model_parallel_size: 2, sequence_parallel: true}"
+    assert "| second | 3 | 2 |" in evaluate(recipe, model, capsys, layout)
+    assert cli.main(["evaluate", str(recipe), "--model", str(model), layout, "vllm.tensor_parallel_size=2"]) == 2
+    assert "has one process on one device. Set it to 1" in capsys.readouterr().err
 
 
 def test_nothing_to_evaluate(recipe, model, capsys):
