@@ -63,10 +63,8 @@ class Pauses:
         f = self.faults
         if f.hang_s is not None and phase != "start":
             return f.hang_s
-        if phase in GENERATING:
-            at_most = f.generation_limit_s
-        else:
-            at_most = {"start": f.start_limit_s, "checkpoint": f.checkpoint_limit_s}.get(phase, f.step_limit_s)
+        limits = dict.fromkeys(GENERATING, f.generation_limit_s)
+        at_most = (limits | {"start": f.start_limit_s, "checkpoint": f.checkpoint_limit_s}).get(phase, f.step_limit_s)
         if phase not in REPEATED or phase not in self.longest or step <= LEARNED_STEPS:
             return at_most
         return min(at_most, max(SHORTEST_S, TIMES_LONGEST * self.longest[phase]))
@@ -83,10 +81,7 @@ class Watch:
         self._looked = self._written = -1e9
         self._still = False  # whether all ranks of this node stand still for longer than their phases' limits
         self.hung: Diagnosis | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        # What an earlier start has left: other nodes would take it for this one's.
-        for path in [self._node_file(node.index), *stack_folder(folder).glob("*")]:
-            path.unlink(missing_ok=True)
+        self._node_file(node.index).unlink(missing_ok=True)  # other nodes would take an earlier start's for this one's
 
     def look(self, numbers: list[int]) -> Diagnosis | None:
         """`numbers`: the ranks of this node. Returns the diagnosis once the whole run hangs."""
@@ -151,16 +146,15 @@ class Watch:
         asked = []
         for position in self._positions.values():
             for pid in (position.pid, *descendants(position.pid)):
-                if "SigCgt" not in masks(pid, signal.SIGUSR2) or process_state(pid) in STOPPED_STATES:
-                    continue
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGUSR2)
-                    asked.append(pid)
+                if "SigCgt" in masks(pid, signal.SIGUSR2) and process_state(pid) not in STOPPED_STATES:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGUSR2)
+                        asked.append(pid)
         wait_until_written(asked)
 
     def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
         parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
-        for path in sorted(stack_folder(self.folder).glob("*.stack")):
+        for path in (each for s in states for each in sorted(stack_folder(self.folder).glob(f"rank_{s.rank}[._]*"))):
             parts += ["", f"---- {path.stem.replace('_', ' ')}", path.read_text(errors="replace").strip()]
             parts[-1] = parts[-1] or "(it did not answer: a stopped process writes no stack)"
         path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")

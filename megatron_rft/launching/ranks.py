@@ -83,8 +83,8 @@ def show_position(output_dir: str) -> None:
     with contextlib.suppress(OSError):  # a full disk is not this function's to report
         here.open(position_file(folder, rank))
     if PARENT in os.environ:
-        write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
-        os.environ[STACKS] = str(stack_folder(folder).resolve())
+        os.environ[STACKS] = str(stack_folder(folder).resolve() / f"rank_{rank}")
+        write_stacks_on_signal(Path(f"{os.environ[STACKS]}.stack"))
 
 
 def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
@@ -114,7 +114,7 @@ def launch(
             environment = _environment(nproc, node, node.port or free.getsockname()[1], temporary)
             for local in range(nproc):
                 number = node.index * nproc + local
-                for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):
+                for file in [*watch.folder.glob(f"**/rank_{number}[._]*")]:  # of an earlier start, of this rank alone
                     file.unlink(missing_ok=True)
                 ranks.append(Rank(number, _start(command, environment, number, local)))
                 if forwarded:  # a signal came while ranks were being started

@@ -48,7 +48,7 @@ def reaper(remove: str, parent: int, command: list[str]) -> int:
             except OSError as error:
                 print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
             os._exit(127)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of `pass_fds` are the command's alone
+        os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # those of `pass_fds` are the command's alone
         os.chdir(remove or ".")
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:

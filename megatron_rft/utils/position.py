@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_rft.utils.files import read_json
 
 GROUPS = 64  # a rank's groups and neighbours beyond these are not recorded
-STACKS = "MEGATRON_RFT_STACKS"  # folder of stacks, in the environment of a rank's engine processes
+STACKS = "MEGATRON_RFT_STACKS"  # what the paths of stacks of a rank and its engine processes begin with
 
 
 class _Group(ctypes.Structure):
@@ -166,5 +166,5 @@ os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGUSR
 
 def write_engine_stacks() -> None:
     """In an engine process that a rank started: the same, into the run's folder."""
-    if folder := os.environ.get(STACKS):
-        write_stacks_on_signal(Path(folder) / f"engine_{os.getpid()}.stack")
+    if rank := os.environ.get(STACKS):
+        write_stacks_on_signal(Path(f"{rank}_engine_{os.getpid()}.stack"))

@@ -88,6 +88,8 @@ def refuse_others(folder: Path, same_job: bool = False) -> str:
     if other is None or same_job and other.job == this_process().job:
         return ""
     if alive(folder, other) if other.machine == machine() else _beats(folder, other):
+        if holder(folder) != other:  # another process has taken it over meanwhile, or unlocked it
+            return refuse_others(folder, same_job)
         raise ConfigError(f"run.output_dir {folder}: {other}, trains there. Wait for its end, or choose another folder")
     return f"{other}, has ended without unlocking {folder}: its lock is taken over"
 
@@ -105,7 +107,7 @@ def _beats(folder: Path, other: Holder) -> bool:
             time.sleep(1)
     finally:
         probe.unlink(missing_ok=True)
-    return holder(folder) is not None
+    return True
 
 
 def _changed(file: Path) -> float:

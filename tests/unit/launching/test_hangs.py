@@ -16,6 +16,7 @@ from megatron_rft.launching.hangs import (
     Pauses,
     Watch,
     position_file,
+    stack_folder,
     wait_until_written,
 )
 from megatron_rft.launching.job import Job
@@ -119,6 +120,21 @@ def test_a_stack_is_waited_for_however_long_it_takes_to_write(monkeypatch):
         process.kill()
     assert len(looks) >= 6 and stack.endswith(b"in <module>\n"), stack
     wait_until_written([process.pid])  # it has ended
+
+
+def test_a_node_that_starts_late_leaves_the_stacks_of_the_others(tmp_path, monkeypatch):
+    """The ranks of the first node have opened their files. Those of ranks that the run no longer has are not shown."""
+    monkeypatch.setattr("megatron_rft.launching.hangs.masks", lambda pid, number: set())
+    stacks = stack_folder(tmp_path)
+    stacks.mkdir()
+    for name in ("rank_0", "rank_0_engine_77", "rank_1", "rank_10"):
+        (stacks / f"{name}.stack").write_text(f"the stack of {name}")
+    first = Ranks(tmp_path, 0, 1)
+    Watch(tmp_path, Node(1, 2), Faults())
+    assert first.look(1) is None and first.look(60) is not None
+    report = next(tmp_path.glob("hang_*.txt")).read_text()
+    assert "---- rank 0\nthe stack of rank_0\n\n---- rank 0 engine 77\nthe stack of rank_0_engine_77\n" in report
+    assert "rank_1" not in report
 
 
 def test_what_a_node_wrote_long_ago_does_not_count(tmp_path):

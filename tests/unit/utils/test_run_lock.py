@@ -50,8 +50,8 @@ def test_the_lock_of_a_process_that_ended_is_taken_over(tmp_path, capsys, reused
 
 
 def test_a_process_of_another_machine_lives_while_its_file_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock.time, "sleep", lambda _: lock(tmp_path, machine="another"))
-    lock(tmp_path, machine="another")
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: lock(tmp_path, machine="another", since=0.0))
+    lock(tmp_path, machine="another", since=0.0)
     with pytest.raises(ConfigError, match="trains there"):
         refuse_others(tmp_path)
 
@@ -75,6 +75,17 @@ def test_other_nodes_of_the_job_may_start(tmp_path, monkeypatch):
     lock(tmp_path, job="6")
     with pytest.raises(ConfigError, match="Slurm job 6"):
         refuse_others(tmp_path, same_job=True)
+
+
+def test_other_nodes_of_a_job_that_takes_a_lock_over_may_start(tmp_path, monkeypatch):
+    """The launcher of the first node has done so while another one still waited whether the old holder lives."""
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: lock(tmp_path, machine="a third", since=0.0))
+    lock(tmp_path, machine="another", job="5")
+    assert refuse_others(tmp_path, same_job=True) == ""
+    lock(tmp_path, machine="another", job="5")
+    with pytest.raises(ConfigError, match="Slurm job 6, .* trains there"):
+        refuse_others(tmp_path)
 
 
 def test_who_finds_another_holder_ends(tmp_path):
