@@ -61,15 +61,16 @@ def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_he
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     given = recipe.optimizer.extra
     moments, main = numbers(given, "exp_avg", "exp_avg_sq"), numbers(given, "main_params")
-    per_parameter = moments * (2 if own_moments else 1) + (main if element == 2 else 0)
+    stays = 1 - min(given.get("optimizer_offload_fraction", 0), 1)  # with optimizer_cpu_offload the rest is on the host
+    per_parameter = stays * (moments * (2 if own_moments else 1) + (main if element == 2 else 0))
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
     state = State(frozen, 0, 0)
     for count, ranks, buffer, _ in buffers(recipe.lora, recipe.model, extra, s, layout, stage, value_head):
         if recipe.optimizer.use_distributed_optimizer:
             length = sum(length for length, _ in buffer)
-            state += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
+            state += State(length * element, length * gradient, round(owned(buffer, ranks) * per_parameter))
         else:
-            state += State(count * element, count * gradient, count * per_parameter)
+            state += State(count * element, count * gradient, round(count * per_parameter))
     return state
 
 
@@ -119,8 +120,7 @@ class OwnEngines:
         """The longest sequence of each engine of a rank."""
         recipe = self.recipe
         generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
-        own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
-        own *= bool(generates) and recipe.rollout.placement == "colocated"
+        own = [recipe.longest_generation] if generates and recipe.rollout.placement == "colocated" else []
         return own + ([recipe.longest_refinement] if recipe.refines else [])
 
     @property
@@ -335,9 +335,9 @@ def check_fits(m: MemoryPlan, phases: tuple[str, ...] = ("training", "generation
     phase, needed = max(found.items(), key=lambda each: each[1], default=("generation", 0))
     if needed <= device:
         if engines.by_vllm and not m.recipe.vllm.arguments().get("kv_cache_memory_bytes"):
-            sequence = engines.token * max(engines.lengths) / engines.workers
-            # refuses a share that is too small
-            room_for_cache(engines.share, device, engines.weights / engines.workers, sequence)
+            longest = max(m.recipe.vllm.max_model_len or 0, *engines.lengths)
+            sequence = engines.token * longest / min(engines.workers, m.s.kv_heads)  # more workers have copies
+            room_for_cache(engines.share, device, engines.weights / engines.workers, sequence)  # refuses a small share
         left = gib(round(device) - needed)
         return f"fits {device / GIB:g} GiB: {left} are left in the fullest phase, {phase}"
     named = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import NODE, Efficiency, device
-from megatron_rft.plan.layout import Layout, possible
+from megatron_rft.plan.layout import Layout, possible, problems
 from megatron_rft.plan.seconds import Bounds, Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.utils.errors import ConfigError
@@ -48,8 +48,8 @@ class Search:
             if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:
                 continue
             layouts[layout] = None
-            if self.s.experts and layout.tp > 1 and layout.world % (layout.ep * layout.pp) == 0:
-                layouts[replace(layout, etp=1)] = None
+            if self.s.experts and layout.tp > 1 and not list(problems(whole := replace(layout, etp=1), self.s)):
+                layouts[whole] = None
         return list(layouts)
 
     def _candidate(self, layout: Layout) -> Candidate:

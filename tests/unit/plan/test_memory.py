@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rft.commands import main
 from megatron_rft.config import load, vllm
-from megatron_rft.plan import checks
+from megatron_rft.plan import checks, memory
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import MemoryPlan, lines, state_of
 from megatron_rft.plan.model_shape import read_shape
@@ -214,6 +214,15 @@ def test_a_precision_aware_optimizer_stores_fewer_bytes(path):
     found = [state_of(load(path, [aware, *rounded[:n]]), s, layout, 0).optimizer for n in range(3)]
     assert found[0] == state_of(load(path), s, layout, 0).optimizer
     assert [6 * size for size in found] == [found[0] * each for each in (6, 5, 4)]
+    given = [aware, "optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=0.75"]
+    for split in ("true", "false"):
+        options = [f"optimizer.use_distributed_optimizer={split}"]
+        whole, quarter = (state_of(load(path, [*options, *more]), s, layout, 0) for more in ([], given))
+        assert (whole.weights, whole.gradients, whole.optimizer) == (
+            quarter.weights,
+            quarter.gradients,
+            4 * quarter.optimizer,
+        )
 
 
 def test_an_engine_takes_less_beside_a_critic(path, monkeypatch):
@@ -240,6 +249,18 @@ def test_vllms_cache_is_what_its_share_leaves():
     assert room_for_cache(0.5, 80 * gib, 16 * gib, 1 * gib) == 22 * gib  # half, less weights and 2 GiB of workspace
     with pytest.raises(ConfigError, match="gpu_memory_utilization: 0.5 of 4.0 GiB, less 0.5 of .* does not hold"):
         room_for_cache(0.5, 4 * gib, gib / 2, gib)
+
+
+def test_an_engine_has_room_for_the_longest_sequence_of_an_evaluation(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    rooms = []
+    monkeypatch.setattr(memory, "room_for_cache", lambda *given: rooms.append(given[-1]))
+    tokens, given = 512 + 2048, ["evaluation.max_response_tokens=2048", "vllm.tensor_parallel_size=4"]
+    for options in (given, [*given, "vllm.max_model_len=4096"]):
+        m = MemoryPlan(load(path, options), sizes(path), Layout(4, 1, 1, 1, 1, 1), float(80 << 30))
+        assert m.engines.lengths == [tokens]
+        memory.check_fits(m)
+    assert rooms == [tokens * 32 / 2, 4096 * 32 / 2]  # one of two heads on each of four workers
 
 
 def test_a_share_without_room_for_a_sequence_does_not_fit(path, capsys):

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from megatron_rft.commands import main
+from megatron_rft.config import load
+from megatron_rft.plan.layout import Layout, problems
+from megatron_rft.plan.search import Search
 from tests.shapes import json_of
 
 CONFIG = json_of(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, model_type="qwen3", tie_word_embeddings=False)
@@ -56,3 +59,14 @@ def test_the_memory_must_be_given(plan):
     assert status == 2 and "no device 'h200x'" in error
     status, _, error = plan("--gpus", "16", "--device", "a100")
     assert status == 2 and "--device: only --search estimates the time on a device" in error
+
+
+def test_every_layout_of_a_mixture_can_be_run(tmp_path):
+    mixture = dict(model_type="qwen3_moe", num_experts=8, moe_intermediate_size=768, num_experts_per_tok=2)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | mixture))
+    sections = dict(run={"output_dir": "-", "steps": 2}, data={"train": "examples/quickstart/arithmetic.py:rows"})
+    recipe = load(sections, model={"path": str(tmp_path), "initialise": "random"})
+    search = Search(recipe, Layout(8, 2, 1, 1, 2, 2), 80.0, "h100")
+    layouts = search._layouts()
+    assert any(each.etp < each.tp for each in layouts)
+    assert not [str(each) for each in layouts if list(problems(each, search.s))]
