@@ -29,6 +29,8 @@ class Evaluation(Section):
     """Further data sets for the command `evaluate`, by their name in its table."""
 
     def _check(self):
-        for name in self.benchmarks:
+        for name, benchmark in self.benchmarks.items():
             if name in ("train", "validation", "test") or not re.fullmatch(r"\w[\w.+-]*", name):
                 raise at(f"benchmarks.{name}", "cannot name a benchmark: it is a part of data, or no file name")
+            if benchmark.reward:
+                benchmark.reward.check_alone(f"benchmarks.{name}.reward.")

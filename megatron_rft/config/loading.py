@@ -96,7 +96,7 @@ def _without_vllm(merged: dict, layers: Layers) -> dict:
     if isinstance(options, dict) and isinstance(rollout, dict) and rollout.get("engine") == "hf":
         chosen = _layer(("rollout", "engine"), layers)
         given = {option: _layer(("vllm", option), layers) for option in options}
-        lost = [each for each, by in given.items() if 0 <= by < chosen and layers[by][0] != layers[chosen][0]]
+        lost = [each for each, by in given.items() if by < chosen and (not by or layers[by][0] != layers[chosen][0])]
         if lost and "RANK" not in os.environ:
             print(f"left out, as rollout.engine is hf: vllm.{', vllm.'.join(lost)}", file=sys.stderr)
         merged["vllm"] = {option: value for option, value in options.items() if option not in lost}
@@ -115,7 +115,7 @@ def _without_lost(merged: dict, layers: Layers) -> dict:
             choices = Choices.at(labelled, WHOLE)
             tag = "name" if choices.what == "algorithm" else choices.what
             chosen, given = (_layer((*section, each), layers) for each in (tag, option))
-            if choices.having(option) and given < chosen and layers[given][0] != layers[chosen][0]:
+            if choices.having(option) and given < chosen and (not given or layers[given][0] != layers[chosen][0]):
                 reduce(getitem, section, merged).pop(option)
                 why = f"{choices.what} {choices.chosen} of {layers[chosen][0]} lacks"
                 lost.setdefault(why, []).append(f"{'.'.join(section)}.{option} of {layers[given][0]}")
@@ -230,7 +230,9 @@ def _merge(below: dict, above: dict, section: Place = ()) -> dict:
 
 def _validated(merged: dict, layers: Layers) -> Recipe:
     try:
-        return validate(merged)
+        recipe = validate(merged)
+        recipe.algorithm.model_fields_set.intersection_update(dict(merged.get("algorithm", {})))  # not the constraint's
+        return recipe
     except ValidationError as error:
         found = map(_explained, error.errors(include_url=False))
         lines = [f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}" for place, problem in found]

@@ -126,6 +126,9 @@ class Recipe(s.Section):
         greedy = not (self.evaluation.temperature or self.environment)
         why = "at evaluation.temperature 0: all completions of a problem are equal"
         self.evaluation.unused(greedy, why, "samples", place="evaluation.")
+        why = "with reward.kind none: nothing grades the responses"
+        self.data.unused(self.reward.kind == "none", why, "validation", "test", place="data.")
+        self.evaluation.unused(self.reward.kind == "none", why, "every", place="evaluation.")
         if self.environment:
             self._check_environment(self.environment)
         several = self.teaching is not None and isinstance(self.teaching.teacher, dict)
@@ -142,11 +145,8 @@ class Recipe(s.Section):
             why = f"{turn} does nothing: rollout.max_response_tokens, {longest}, limits the whole episode"
             raise at("environment.turn_tokens", why)
         if self.refines:
-            raise at(
-                "environment",
-                "does not work with a dynamic constraint: a refined response would have the environment's answers to "
-                "another response. Set constraint to null",
-            )
+            why = "a refined response would have the environment's answers to another response. Set constraint to null"
+            raise at("environment", f"does not work with a dynamic constraint: {why}")
         if not (self.trainer in ("rl", "generate") or self.validates or self.data.test):
             raise at("environment", "does nothing: this run samples no responses")
 
@@ -158,21 +158,20 @@ class Recipe(s.Section):
                 "scales of 1: leave it out, or choose blockwise, mxfp8 or tensorwise",
             )
         own, optimizer = self.pipo is not None and self.pipo.optimizer_state == "own", self.optimizer.extra
-        for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-            if own and optimizer.get(name):
-                raise at(
-                    "pipo.optimizer_state",
-                    f"own moments do not work with optimizer.{name}, which stores the weights' fp32 copies with the "
-                    "moments: leave one of the two out",
-                )
-        if optimizer.get("optimizer_cpu_offload") and not (
-            optimizer.get("use_precision_aware_optimizer") and self.model.precision != "fp32"
-        ):
+        aware, offloads = map(optimizer.get, ("use_precision_aware_optimizer", "optimizer_cpu_offload"))
+        if own and (aware or offloads):  # the latter needs the former
+            why = "which stores the weights' fp32 copies with the moments: leave one of the two out"
+            raise at("pipo.optimizer_state", f"own moments do not work with use_precision_aware_optimizer, {why}")
+        if offloads and not (aware and self.model.precision != "fp32"):
             raise at(
                 "optimizer.optimizer_cpu_offload",
                 "needs optimizer.use_precision_aware_optimizer=true and model.precision bf16 or fp8: otherwise "
                 "megatron-core would not take the loaded weights over to the host, and step 1 would overwrite them",
             )
+        if offloads and not optimizer.get("optimizer_offload_fraction"):
+            raise at("optimizer.optimizer_cpu_offload", "does nothing without optimizer_offload_fraction; 1.0 is all")
+        its = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+        self.optimizer.unused(not offloads, "without optimizer_cpu_offload", *its, place="optimizer.")
         starts = ("fp8", "first_last_layers", "num_layers_at", "tp_only_amax")
         fp8 = [name for name in self.megatron.extra if name.startswith(starts)]
         why = f"with model.precision {self.model.precision}: set that to fp8"

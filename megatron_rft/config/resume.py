@@ -16,8 +16,9 @@ FREE = (
     "megatron.*fusion", "megatron.attention_backend", "megatron.moe_token_dispatcher_type", "megatron.*deepep*",
     "megatron.bucket_size", "megatron.cp_comm_type", "megatron.distribute_saved_activations", "optimizer.overlap*",
     "optimizer.pin_cpu_*", "data.test*", "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers",
-    "rollout.max_batch_sequences", "rollout.reserve_gib", "reward.workers", "reward.timeout_s", "environment.processes",
-    "environment.*_timeout_s", "environment.programs", "environment.host",
+    "rollout.max_batch_sequences", "rollout.reserve_gib", "rollout.offload_trainer", "vllm.*parallel*", "vllm.*memory*",
+    "reward.workers", "reward.timeout_s", "environment.processes", "environment.*_timeout_s", "environment.programs",
+    "environment.host",
 )
 REPORTING = ("data.validation*", "evaluation.*")  # free, except offline: there they choose the best model
 # fmt: on

@@ -121,8 +121,6 @@ class OnlineRecipe(Recipe, trainer="rl"):
             raise at("pipo", f"verifies by rewards, and {name} uses none")
         if self.reward.kind == "none" and self.algorithm.uses_rewards:
             raise at("reward.kind", f"none: {name} learns from rewards")
-        why = "with reward.kind none: nothing grades the responses"
-        self.data.unused(self.reward.kind == "none", why, "validation", "test", place="data.")
 
     def _check_constraint(self):
         constraint = self.constraint

@@ -173,6 +173,18 @@ class TestLoading:
         (["pipo.optimizer_state=own", "optimizer.use_precision_aware_optimizer=true"], "leave one of the two out"),
         (["pipo.optimizer_state=own", "optimizer.optimizer_cpu_offload=true"], "leave one of the two out"),
         (["optimizer.optimizer_cpu_offload=true"], "needs optimizer.use_precision_aware_optimizer=true"),
+        (
+            ["optimizer.optimizer_cpu_offload=true", "optimizer.use_precision_aware_optimizer=true"],
+            "does nothing without optimizer_offload_fraction",
+        ),
+        ("optimizer.optimizer_offload_fraction=0.5", "does nothing without optimizer_cpu_offload"),
+        ("optimizer.pin_cpu_grads=false", "does nothing without optimizer_cpu_offload"),
+        ("optimizer.use_torch_optimizer_for_cpu_offload=true", "changes nothing in the installed megatron-core"),
+        ("megatron.recompute_modules=[mlp]", "does nothing unless recompute_granularity is selective"),
+        (
+            "evaluation.benchmarks.a={path: math500, reward: {kind: choice, weight: 2.0}}",
+            "evaluation.benchmarks.a.reward.weight: is for the parts of a sum",
+        ),
         ("megatron.fp8_param_gather=true", "keeps the weights themselves in FP8"),
         ("megatron.delay_wgrad_compute=true", "needs megatron-core's schedule"),
         ("megatron.recompute_method=block", "does nothing unless recompute_granularity is full"),
@@ -457,6 +469,9 @@ class TestDifference:
             "megatron.tensor_model_parallel_size=2",
             "batching.micro_batch_tokens=2048",
             "evaluation.samples=4",
+            "rollout.offload_trainer=true",
+            "vllm.tensor_parallel_size=2",
+            "vllm.gpu_memory_utilization=0.4",
         ]
         assert difference(load(recipe), load(recipe, free)) == []
 
@@ -472,13 +487,19 @@ class TestDifference:
             ("megatron.moe_router_bias_update_rate", "0.0 there, 0.001 now"),
             ("megatron.grad_reduce_in_fp32", "null there, false now"),
             ("megatron.fp8_recipe", "null there, 'mxfp8' now"),
-            ("optimizer.optimizer_cpu_offload", "null there, true now"),  # its checkpoints are others
         ],
     )
     def test_what_changes_the_numbers_or_the_checkpoint_stays_on_resume(self, recipe, option, changed):
         begun = ["model.precision=fp8", "optimizer.use_precision_aware_optimizer=true"]
         now = changed.removesuffix(" now").rpartition(" ")[2]
         assert difference(load(recipe, begun), load(recipe, [*begun, f"{option}={now}"])) == [f"{option}: {changed}"]
+
+    def test_an_optimizer_on_the_host_has_other_checkpoints(self, recipe):
+        begun = ["optimizer.use_precision_aware_optimizer=true"]
+        now = [*begun, "optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"]
+        assert "optimizer.optimizer_cpu_offload: null there, true now" in difference(
+            load(recipe, begun), load(recipe, now)
+        )
 
     def test_a_longer_run_may_not_change_the_schedule(self, recipe):
         cosine = ["optimizer.lr_decay_style=cosine"]
@@ -566,3 +587,22 @@ def test_options_of_a_base_go_with_its_algorithm(recipe, tmp_path, capsys):
     with pytest.raises(ConfigError, match="algorithm.kl_coefficent"):
         (tmp_path / "base.yaml").write_text(BASE.replace("kl_coefficient", "kl_coefficent"))
         load(path, ["algorithm={name: sdpo}"])
+
+
+def test_a_loaded_recipe_takes_options_as_its_file_does(recipe, capsys):
+    """Another constraint sets the KL anew, and options that another algorithm or engine lacks go."""
+    for content in ({"kind": "none"}, {"kind": "static", "eta": 0.5, "mode": "reward"}):
+        loaded = load(recipe, constraint=content)
+        for constraint in (None, {"kind": "none"}, {"kind": "static", "eta": 0.1, "mode": "loss"}):
+            found = load(loaded, constraint=constraint).algorithm
+            assert found == load(recipe, constraint=constraint).algorithm and load(loaded) == loaded
+    given = load(recipe, ["algorithm.kl_coefficient=0.3", "constraint={kind: dynamic, eta: 0.1, template: code}"])
+    assert load(given).algorithm.kl_coefficient == load(given, constraint=None).algorithm.kl_coefficient == 0.3
+    first = load(recipe, ["algorithm.kl_coefficient=0.1", "vllm.max_model_len=2048"])
+    capsys.readouterr()
+    other = load(first, algorithm={"name": "distil", "teacher": "org/teacher"}, rollout={"engine": "hf"})
+    assert other.algorithm.name == "distil" and not other.vllm.model_fields_set
+    told = capsys.readouterr().err
+    assert "algorithm distil of the call lacks them: algorithm.kl_coefficient" in told and "vllm.max_model_len" in told
+    with pytest.raises(ConfigError, match="algorithm.kl_coefficient: does nothing with algorithm distil"):
+        load(recipe, algorithm={"name": "distil", "teacher": "org/teacher", "kl_coefficient": 0.1})

@@ -115,3 +115,13 @@ def test_every_row_of_the_papers_tables_has_a_recipe():
     default = {path.stem for path in RECIPES if path.parent.name == "qwen3_4b_base"}
     assert {"off_rl_low_lr", "off_rl_kl", "fpa_correct", "fpa_incorrect"} <= default
     assert {f"fpa_lambda_{value}" for value in ("0.5", "1", "5", "10", "20")} <= default
+
+
+def test_an_evaluation_that_nothing_grades_is_refused(recipe):
+    offline = recipe("offline")
+    assert "evaluation.every: does nothing with reward.kind none: nothing grades" in refusal(
+        offline, "reward.kind=none", "evaluation.every=3"
+    )
+    assert "data.test: does nothing with reward.kind none" in refusal(
+        offline, "trainer=sft", "reward.kind=none", "data.test=math500"
+    )
