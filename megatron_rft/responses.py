@@ -28,6 +28,8 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
     question: str = ""  # `text` before the chat template; prompts with feedback or for a refiner are made from it
     images: Any = None  # data.images.Pictures, if the data set has a column of images
+    # whether the chat template has opened a thought, <think>, that responses can be seen to close
+    opened: bool = field(default=False, repr=False)
 
     @property
     def images_key(self) -> int:

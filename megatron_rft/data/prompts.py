@@ -79,9 +79,9 @@ def demonstrations(
         DataError: a field is missing or no text, or no row can be used.
     """
     (prompts, dropped), end = _prompts(rows, tokenizer, form, source), eos_token_id(tokenizer)
-    answered = [prompt for prompt in prompts if rows[prompt.index].get(form.answer_field) is not None]
+    answered = [prompt for prompt in prompts if rows[prompt.index].get(form.answer_field) not in (None, "")]
     if not answered:
-        raise DataError(f"{source}: the field {form.answer_field!r} is null or missing in every row: nothing to learn")
+        raise DataError(f"{source}: the field {form.answer_field!r} is empty or missing in every row: nothing to learn")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
     texts = [field_text(rows[each.index], form.answer_field, Place(rows, each.index, source)) for each in answered]
@@ -145,13 +145,18 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
         reader = ImageReader.of(tokenizer, form.image_field, *form.image_pixels)
         images = [reader.read(place.row, place) for place in places]
     texts = [question.rendered(tokenizer, each) for question, each in zip(questions, images, strict=True)]
-    encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
+    chats = [bool(question.chat) for question in questions]
+    encoded = encode(texts, tokenizer, chats)
     encoded = [filled(ids, each) for ids, each in zip(encoded, images, strict=True)]
     lengths, shown = [len(ids) for ids in encoded], plain_text(tokenizer).shown
+    closes = "</think>" not in plain_text(tokenizer).ids  # a response's text has no control tokens
+    opened = [closes and chat and text.rstrip().endswith("<think>") for chat, text in zip(chats, texts, strict=True)]
     _check_lengths(lengths, source, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
     prompts = [
-        Prompt(at.index, tuple(ids), shown(text), _answer(at, form), _rest(at.row, form), shown(question.text), seen)
-        for at, question, text, ids, seen in zip(places, questions, texts, encoded, images, strict=True)
+        Prompt(
+            at.index, tuple(ids), shown(text), _answer(at, form), _rest(at.row, form), shown(asked.text), seen, thinks
+        )
+        for at, asked, text, ids, seen, thinks in zip(places, questions, texts, encoded, images, opened, strict=True)
         if 0 < len(ids) <= form.max_prompt_tokens
     ]
     reasons = unusable | {

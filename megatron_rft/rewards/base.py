@@ -51,6 +51,11 @@ def without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
+def with_thought(prompt: Prompt, text: str) -> str:
+    """Return a response with the beginning of the thought that the chat template has opened in its prompt."""
+    return f"<think>{text}" if prompt.opened and not text.lstrip().startswith("<think>") else text
+
+
 def scored(
     reward: Reward, prompts: Sequence[Prompt], texts: list[str], responses: Sequence[Response]
 ) -> Callable[[], list[Score]]:

@@ -4,7 +4,7 @@ import re
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward, verdict, without_thoughts
+from megatron_rft.rewards.base import Reward, verdict, with_thought, without_thoughts
 from megatron_rft.rewards.tools.verifier import has_sections
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -94,18 +94,17 @@ class ChoiceReward(Reward):
     maximum = 1.0
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        return [self._score(prompt.answer, chosen(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        return [self._score(p.answer, self.answer(p, text)) for p, text in zip(prompts, texts, strict=True)]
 
     def _score(self, reference: str, choice: str | None) -> Score:
         wanted = chosen(f"answer: {reference.strip()}") if len(reference.strip()) > 1 else reference.strip().upper()
         if not wanted or not re.fullmatch("[A-Z]", wanted):  # such as the number of an option
             return Score(0.0, error=f"the reference {reference[:80]!r} names no option")
-        if choice is None:
-            return verdict(False, "no option is chosen")
-        return verdict(choice == wanted, "correct" if choice == wanted else f"{choice} is wrong")
+        wrong = f"{choice} is wrong" if choice else "no option is chosen"
+        return verdict(choice == wanted, "correct" if choice == wanted else wrong)
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
-        return chosen(text)
+        return chosen(with_thought(prompt, text))
 
 
 class FormatReward(Reward):
@@ -119,4 +118,4 @@ class FormatReward(Reward):
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         wanted = " ".join(f"<{tag}>...</{tag}>" for tag in self.tags)
         right, wrong = Score(1.0, "format followed"), Score(0.0, f"the format is not {wanted}")
-        return [right if has_sections(text, self.tags) else wrong for text in texts]
+        return [right if has_sections(each, self.tags) else wrong for each in map(with_thought, prompts, texts)]

@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.base import Reward, without_thoughts
+from megatron_rft.rewards.base import Reward, with_thought, without_thoughts
 from megatron_rft.rewards.sandbox.launch import CALL_LATE, COMPILE_ERROR, SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.runner import Limits, ProgramResult, Sandbox, find_container, run_script, run_tests
 
@@ -67,7 +67,8 @@ class CodeReward(Reward):
         tests = [prompt.fields.get("tests", prompt.answer) for prompt in prompts]
         tests = [each if isinstance(each, str) else json.dumps(each) for each in tests]
         tables = {each: read_tests(each) for each in set(tests)}
-        jobs = [(extract_code(text, tested_names(tables[each])), each) for text, each in zip(texts, tests, strict=True)]
+        given = zip(map(with_thought, prompts, texts), tests, strict=True)
+        jobs = [(extract_code(text, tested_names(tables[each])), each) for text, each in given]
         # A group's responses are sometimes the same program: it runs once.
         different = list(dict.fromkeys(jobs))
         results = self.sandbox.map(lambda server, job: self._grade(server, job[0], tables[job[1]]), different)
@@ -160,7 +161,8 @@ def fenced(text: str) -> list[tuple[str, str]]:
         place += 1
         if opening is None:
             continue
-        closing = (k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"]))
+        close = re.compile(rf"[\s>]*{opening['fence']}{opening['fence'][0]}*\s*")
+        closing = (k for k in range(place, len(lines)) if close.fullmatch(lines[k]))
         ends = list(islice(closing, MOST_ENDS if parsed < MOST_PARSED else 1)) or [len(lines)]
         inside, indent = lines[place : ends[-1]], opening["indent"]
         inside = [each.removeprefix(indent) if each.startswith(indent) else each.lstrip(" \t>") for each in inside]
@@ -172,11 +174,6 @@ def fenced(text: str) -> list[tuple[str, str]]:
         blocks.append((language, bodies[chosen]))
         place = ends[chosen] + 1
     return blocks
-
-
-def _closes(line: str, fence: str) -> bool:
-    text = line.strip().lstrip("> ")
-    return len(text) >= len(fence) and set(text) == {fence[0]}
 
 
 def _parses(source: str) -> bool:

@@ -8,7 +8,7 @@ import re
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward, verdict
+from megatron_rft.rewards.base import Reward, verdict, with_thought
 from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, is_quantity, members, parameters, same
 from megatron_rft.rewards.equivalence.disguise import disguised
@@ -36,7 +36,7 @@ class MathReward(Reward):
     def answer(self, prompt: Prompt, text: str) -> str | None:
         """Return the response's answer, in the same form for equal answers; None if it cannot be read in time."""
         try:
-            found = final_answer(text, self.how, problem(prompt))
+            found = final_answer(with_thought(prompt, text), self.how, problem(prompt))
             return None if found is None or len(found) > LONGEST else vote(found)
         except Exception:  # as in a verdict: a fault of the reader must not end an evaluation
             return None
@@ -48,7 +48,7 @@ class MathReward(Reward):
         reference, asked = reference_form(prompt.answer), problem(prompt)
         try:
             with time_limit(1 / 2):
-                return self._graded(reference, text, asked)
+                return self._graded(reference, with_thought(prompt, text), asked)
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
         try:

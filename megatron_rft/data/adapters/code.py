@@ -1,10 +1,6 @@
-"""Programming: a task, its tests in the form that the code verifier reads, and a reference program where there is one.
+"""Programming: a task, its tests in the form of rewards/code.py, and a reference program where there is one.
 
-    tests = {kind: stdin, inputs, outputs}          a program's standard input and output
-            {kind: call, name, inputs, outputs}     a function, or a method of `class Solution`: arguments and values
-            {kind: assert, code, setup, names}      Python with asserts; `names` are the program's in it
-
-`preamble` in any of them is Python that the task shows before the function, so that an answer need not repeat it.
+The `preamble` of tests is Python that the task shows before the function, so that an answer need not repeat it.
 """
 
 import ast
@@ -126,7 +122,7 @@ def apps(fields: Fields) -> Row:
         id=fields.maybe("problem_id", "id", "name"),
         level=fields.maybe("difficulty"),
         solution=_first_solution(fields),
-        tests=_called(name, inputs, outputs) if name else _piped(inputs, outputs),
+        tests=_called(name, inputs, outputs) if name else {"kind": "stdin", "inputs": inputs, "outputs": outputs},
     )
 
 
@@ -143,9 +139,7 @@ def livecodebench(fields: Fields) -> Row:
             outputs = [json.loads(text) for text in outputs]
         except ValueError as error:
             raise fields.wrong(f"the tests of {name} are not JSON values, one a line ({error})") from None
-        tests = {"kind": "call", "name": name, "inputs": inputs, "outputs": outputs, "preamble": JUDGE}
-    else:
-        tests = _piped(inputs, outputs)
+    kind = {"kind": "call", "name": name, "preamble": JUDGE} if name else {"kind": "stdin"}
     return as_row(
         _task(fields.text("question_content"), fields.maybe("starter_code")),
         "",
@@ -153,22 +147,13 @@ def livecodebench(fields: Fields) -> Row:
         level=fields.maybe("difficulty"),
         subject=fields.maybe("platform"),
         date=fields.maybe("contest_date"),
-        tests=tests,
+        tests=kind | {"inputs": inputs, "outputs": outputs},
     )
 
 
 def _task(question: str, starter: str | None) -> str:
     wanted = AS_FUNCTION.format(starter=starter.rstrip()) if starter and starter.strip() else AS_PROGRAM
     return f"{question.strip()}\n\n{wanted}\n\n{FORM}"
-
-
-def _piped(inputs: list, outputs: list) -> dict[str, Any]:
-    """Text from rows that give either a list of lines or the text."""
-
-    def text(value: Any) -> str:
-        return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    return {"kind": "stdin", "inputs": [text(each) for each in inputs], "outputs": [text(each) for each in outputs]}
 
 
 def _called(name: str, inputs: list, outputs: list) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 
 from megatron_rft.responses import Prompt, Score
-from megatron_rft.rewards.base import Reward, verdict, without_thoughts
+from megatron_rft.rewards.base import Reward, verdict, with_thought, without_thoughts
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, both_calls, equal, tool_calls
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
@@ -31,13 +31,13 @@ class ToolReward(Reward):
 
     def _score(self, prompt: Prompt, text: str) -> Score:
         try:
-            return self.grade(prompt, text)
+            return self.grade(prompt, with_thought(prompt, text))
         except (BrokenReference, RecursionError) as error:
             return Score(0.0, error=f"the reference of problem {prompt.index}: {error}")
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
         try:
-            calls = tool_calls(text)
+            calls = tool_calls(with_thought(prompt, text))
             return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None
         except (Malformed, RecursionError):
             return None

@@ -162,7 +162,7 @@ class TestCode:
         assert (row["level"], row["solution"], row["id"]) == ("interview", "print(3)", "7")
         assert "standard input" in row["question"]
         lines = {"inputs": [["1", "2"]], "outputs": [["3"]]}
-        assert adapt("taco", question="?", input_output=json.dumps(lines))["tests"]["inputs"] == ["1\n2"]
+        assert adapt("taco", question="?", input_output=json.dumps(lines))["tests"] == lines | {"kind": "stdin"}
 
     def test_apps_calls_with_values_wrapped_or_not(self, adapt):
         starter = "class Solution:\n    def f(self, x: List[int]):\n        "

@@ -138,5 +138,13 @@ def test_a_hedged_letter_is_no_choice(text):
     ],
 )
 def test_each_section_stands_once_with_content(text, right):
-    (score,) = FormatReward(["think", "answer"])([None], [text])
+    (score,) = FormatReward(["think", "answer"])([Prompt(0, (1,), "", "")], [text])
     assert score.reward == right
+
+
+def test_a_thought_that_the_chat_template_has_opened():
+    opened = [Prompt(0, (1,), "", "B", opened=True)] * 3
+    texts = ["The answer is B", "It may be A.</think><answer>B</answer>", "<think>A</think><answer>B</answer>"]
+    for reward in (ChoiceReward(), FormatReward(["think", "answer"])):
+        assert [score.reward for score in reward(opened, texts)] == [0.0, 1.0, 1.0]
+    assert ChoiceReward().answer(opened[0], texts[0]) is None

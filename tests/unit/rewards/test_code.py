@@ -216,6 +216,7 @@ def test_the_field_of_the_row_comes_first(reward):
         ("~~~python\na\n~~~", "a\n"),
         ("~~~~\na\n~~~~\nOutput", "a\n"),
         ("> ```python\n> a = 1\n> ```", "a = 1\n"),
+        (">\t```python\n>\ta = 1\n>\t```\nx", "a = 1\n"),
         ("Here it is: ```python\na\n```", "a\n"),
         ("```python\ns = '```'\nprint(s)\n```", "s = '```'\nprint(s)\n"),
         ('```python\ns = """\n```\nx\n```\n"""\nprint(s)\n```\nDone.', 's = """\n```\nx\n```\n"""\nprint(s)\n'),
@@ -226,6 +227,14 @@ def test_the_field_of_the_row_comes_first(reward):
 )
 def test_the_code_of_a_response(text, code):
     assert extract_code(text) == code
+
+
+def test_a_program_in_a_thought_that_the_chat_template_has_opened_and_lines_of_a_row(reward):
+    """Inputs and outputs may be lists of lines."""
+    tests = {"kind": "stdin", "inputs": [["1", "2"]], "outputs": [["2", "1"]]}
+    opened = Prompt(0, (1,), "", json.dumps(tests), opened=True)
+    program = "```python\na, b = input(), input()\nprint(b, a, sep='\\n')\n```"
+    assert [score.reward for score in reward([opened] * 2, [program, f"Hm.</think>{program}"])] == [-1.0, 1.0]
 
 
 def test_the_block_that_defines_what_is_tested(reward):

@@ -244,3 +244,10 @@ def test_votes_count_equal_answers_together():
     assert {reward.answer(prompt, text) for text in texts} == {"1/2"}
     asked = Prompt(0, (1,), "", "144", {}, "What is 57 + 87?")
     assert reward.answer(asked, "The answer is 57 + 87.") != "144"  # a sum that is left to be done is another answer
+
+
+def test_a_thought_that_the_chat_template_has_opened_is_no_answer_before_its_end():
+    opened = [Prompt(0, (1,), "", "5", opened=True)] * 2
+    texts = [r"So it could be \boxed{5}", r"It is \boxed{4}.</think> It is \boxed{5}."]
+    assert [score.reward for score in MathReward()(opened, texts)] == [0.0, 1.0]
+    assert [MathReward().answer(opened[0], text) for text in texts] == [None, "5"]

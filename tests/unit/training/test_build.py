@@ -38,7 +38,7 @@ def test_rows_of_an_adapter_without_a_solution_are_left_out(tmp_path):
     (learned,), dropped = problems.demonstrations(arithmetic.tokenizer(), limit=100)
     assert learned.prompt.index == 1 and dropped == {"empty answer": 1}
     (tmp_path / "apps.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(DataError, match="data.train: .* 'solution' is null or missing in every row"):
+    with pytest.raises(DataError, match="data.train: .* 'solution' is empty or missing in every row"):
         problems.demonstrations(arithmetic.tokenizer(), limit=100)
 
 

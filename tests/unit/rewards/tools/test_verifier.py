@@ -156,6 +156,13 @@ def test_what_json_does_not_have_is_its_own_text(value):
     assert ToolReward().answer(Prompt(0, (1,), "", ""), f"f(a={value})") == json.dumps([["f", {"a": value}]])
 
 
+def test_calls_in_a_thought_that_the_chat_template_has_opened():
+    opened = Prompt(0, (1,), "", "[f(a=1)]", opened=True)
+    texts = ["[f(a=1)]", "I call f.</think>[f(a=1)]"]
+    assert [score.reward for score in ToolReward("exact")([opened] * 2, texts)] == [0.0, 1.0]
+    assert ToolReward().answer(opened, texts[0]) is None
+
+
 def rlla(reference: str, text: str):
     return ToolReward("rlla")([Prompt(0, (1,), "", reference)], [text])[0]
 
