@@ -80,7 +80,7 @@ class ByRowReward(Reward):
 
     def _kind(self, prompt: Prompt) -> str:
         kind = prompt.fields.get(self.field)
-        if kind not in self.kinds:
+        if not isinstance(kind, str) or kind not in self.kinds:
             raise DataError(
                 f"reward.field: row {prompt.index + 1} has {self.field}={kind!r}; reward.kinds has "
                 f"{', '.join(self.kinds)}"

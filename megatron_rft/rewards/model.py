@@ -48,7 +48,9 @@ class ModelReward(Reward):
         """Return the last tokens of a text that is too long: the response, and the part of the prompt that fits."""
         plain = plain_text(self.tokenizer)
         whole = self.template.format(prompt=prompt.text, response=plain.hidden(text))
-        return plain.encode([whole], add_special_tokens=True)[0][-self.max_tokens :]
+        ids = plain.encode([whole], add_special_tokens=True)[0]
+        twice = ids[:2] == [self.tokenizer.bos_token_id] * 2  # by the policy's chat template and by this tokenizer
+        return ids[twice:][-self.max_tokens :]
 
     def _forward(self, inputs: list[list[int]]) -> list[float]:
         import torch

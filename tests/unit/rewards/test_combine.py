@@ -103,3 +103,5 @@ def test_each_row_has_its_kind():
     assert [score.reward for score in scores] == [0.0, 1.0, 1.0]
     with pytest.raises(DataError, match="row 1 has task='other'; reward.kinds has pick, form"):
         reward(prompts({"task": "other"}), [RIGHT])
+    with pytest.raises(DataError, match=r"row 1 has task=\['pick'\]"):
+        reward(prompts({"task": ["pick"]}), [RIGHT])

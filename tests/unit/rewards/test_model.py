@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 from megatron_rft.records import Prompt
@@ -49,6 +49,14 @@ def test_the_end_of_a_long_text_counts(checkpoint):
 def test_the_template_is_used(checkpoint):
     plain, framed = ModelReward(checkpoint), ModelReward(checkpoint, template="a {prompt} d {response}")
     assert plain(prompts("a b d"), [" c"])[0].reward == framed(prompts("b"), ["c"])[0].reward
+
+
+def test_a_beginning_that_the_chat_template_has_written_is_not_repeated(checkpoint):
+    reward = ModelReward(checkpoint)
+    first = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    reward.tokenizer.backend_tokenizer.post_processor, reward.tokenizer.bos_token = first, "<eos>"
+    plain, written = prompts("a b", "<eos> a b")
+    assert reward._ids(written, " c") == reward._ids(plain, " c") == [1, 3, 4, 5]
 
 
 def test_not_a_reward_model(tmp_path):
