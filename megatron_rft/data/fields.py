@@ -83,21 +83,15 @@ class Fields:
                 f"it has {', '.join(map(repr, self.row)) or 'none'}.{did_you_mean(names[0], self.row)}"
             )
         if not_finite(value):
-            raise self._kind(names, "a number", value)
+            self._checked(int, "a number", value, names)  # which it is not
         return value
 
     def text(self, *names: str) -> str:
-        value = self.get(*names)
-        if not isinstance(value, str):
-            raise self._kind(names, "text", value)
-        return value
+        return self._checked(str, "text", self.get(*names), names)
 
     def items(self, *names: str) -> list:
         """A list, or JSON text of one."""
-        value = self.json(*names)
-        if not isinstance(value, list):
-            raise self._kind(names, "a list", value)
-        return value
+        return self._checked(list, "a list", self.json(*names), names)
 
     def texts(self, *names: str) -> list[str]:
         """A list of texts and numbers, as text."""
@@ -111,9 +105,7 @@ class Fields:
 
     def object(self, *names: str) -> "Fields":
         """The fields of an object, or of JSON text of one."""
-        value = self.json(*names)
-        if not isinstance(value, dict):
-            raise self._kind(names, "an object", value)
+        value = self._checked(dict, "an object", self.json(*names), names)
         return Fields(value, self.place, self.file, f"{self.inside}{self._name(names)}.")
 
     def json(self, *names: str) -> Any:
@@ -134,9 +126,11 @@ class Fields:
     def _name(self, names: tuple[str, ...]) -> str:
         return next(name for name in names if self.has(name))
 
-    def _kind(self, names: tuple[str, ...], wanted: str, value: Any) -> DataError:
+    def _checked(self, kind: type, wanted: str, value: Any, names: tuple[str, ...]) -> Any:
+        if isinstance(value, kind):
+            return value
         found = f"{type(value).__name__}: {str(value)[:60]}"
-        return self.wrong(f"{self.inside}{self._name(names)} is not {wanted} but {found}")
+        raise self.wrong(f"{self.inside}{self._name(names)} is not {wanted} but {found}")
 
 
 # ---- rows with our field names (adapters/__init__.py), and conversations
@@ -155,26 +149,43 @@ def unusable(reason: str) -> Row:
 
 
 def conversation(messages: list[Any], fields: Fields) -> tuple[list[dict[str, str]], str]:
-    """[{role, content}] -> the turns before the last, and the last user turn's text.
+    """[{role, content}] -> the turns before the last, with their calls, and the last user turn's text.
 
     Raises:
         DataError: a message has no role and content, one is not text (only an assistant's turn of tool calls may have
-            null content), or the last turn is not the user's.
+            none), or the last turn is not the user's.
     """
     turns = []
     for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, dict) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
             raise fields.wrong(f"a message has a role and a content, not {str(message)[:60]}")
-        role, content = message["role"], message["content"]
+        role, content = message["role"], message.get("content")
         if content is None and role == "assistant" and message.get("tool_calls"):
             content = ""
         for name, value in (("role", role), ("content", content)):
             if not isinstance(value, str):
                 raise fields.wrong(f"the {name} of a message is text, not {json.dumps(value, default=str)[:60]}")
-        turns.append({"role": role, "content": content})
+        turns.append({"role": role, "content": content} | besides_text(message))
     if not turns or turns[-1]["role"] != "user":
         raise fields.wrong("its messages do not end with the user's turn")
     return turns[:-1], turns[-1]["content"]
+
+
+def besides_text(message: dict[str, Any]) -> dict[str, Any]:
+    """What a chat template takes of a message besides its role and content. The arguments of calls become objects."""
+    kept = {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if message.get(key)}
+    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
+    if calls:  # clients add fields of their own, such as `parsed_arguments` and `index`
+        called = [(id, {"name": of["name"], "arguments": _arguments(of.get("arguments"))}) for id, of in calls]
+        kept["tool_calls"] = [{"type": "function", "id": id, "function": function} for id, function in called]
+    return kept
+
+
+def _arguments(given: Any) -> Any:
+    try:
+        return json.loads(given or "{}") if isinstance(given, str | None) else given
+    except ValueError:
+        return given
 
 
 def system(text: str) -> list[dict[str, str]]:

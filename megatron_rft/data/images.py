@@ -188,7 +188,7 @@ def decoded(source: Source) -> Image.Image:
 
 def flattened(messages: list[Any], place: Any) -> list[Any]:
     """Messages whose contents are texts, with a mark in the place of each image."""
-    return [m | {"content": _text(m["content"], place)} if isinstance(m, dict) else m for m in messages]
+    return [m | {"content": _text(m.get("content"), place)} if isinstance(m, dict) else m for m in messages]
 
 
 def _text(content: Any, place: Any) -> Any:

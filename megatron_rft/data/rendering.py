@@ -5,6 +5,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -28,6 +29,8 @@ Call one by
 </tool_call>"""
 CALL = "<tool_call>\n{}\n</tool_call>"
 INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
+# A template that writes the date gets this one: prompts must not differ at a resume, or between ranks at midnight.
+NOW = {"strftime_now": date(2026, 1, 1).strftime}
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class PromptFormat:
             return conversation(messages, Fields(row, f"the field {self.prompt_field!r}", Path()))
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
+        except (AttributeError, KeyError, TypeError):
+            raise DataError(f"{place}: tool_calls are a list of {{'function': {{'name', 'arguments'}}}}") from None
 
 
 class Question(NamedTuple):
@@ -87,13 +92,15 @@ class Question(NamedTuple):
         if tokenizer.chat_template is None:
             where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
             raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        template, variables = str(tokenizer.chat_template), dict(self.form.chat_template_kwargs)
+        template, variables = str(tokenizer.chat_template), NOW | dict(self.form.chat_template_kwargs)
         tools = plain_text(tokenizer).hidden(self.form.tools)
-        _check_variables(template, tuple(variables))
+        _check_variables(template, tuple(self.form.chat_template_kwargs))
         if tools and re.search(r"\btools\b", template):
             variables["tools"] = tools
         elif tools:
             messages = described(messages, tools)
+        if not re.search(r"\btool_calls\b", template):
+            messages = [with_calls(message) for message in messages]
         messages = with_parts(messages, len(images.grids), self.place) if images else messages
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)

@@ -62,7 +62,9 @@ def load_rows(
             found, every = [], _returned(str(path), name or part, None if cut else limit)
         else:
             found = find_files(str(path), Choice(part, name, subset, files), streaming)
-            every = (row for file in found for row in _rows(file, adapter))
+            every = (row for file in found for _, row in _read(file))
+            if adapter:
+                every = chain.from_iterable(adapt(_read(file), adapter, file) for file in found)
         rows, start, stop = _sliced(every, cut, f"{path}: {split}")
         read.append(rows)
         slices.append((found, start, stop))
@@ -121,8 +123,3 @@ def _read(file: File) -> Iterator[tuple[str, Row]]:
             if opened.read(len(POINTER)) == POINTER:
                 raise DataError(f"{each} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
     yield from READERS[kind_of(file.name)](file)
-
-
-def _rows(file: File, adapter: str | None) -> Iterator[Row]:
-    rows = _read(file)
-    return (row for _, row in rows) if adapter is None else adapt(rows, adapter, file)

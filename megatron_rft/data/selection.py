@@ -66,7 +66,7 @@ def words(name: str) -> set[str]:
 def _of_split(names: list[str], choice: Choice, source: str) -> list[str]:
     """The files that name the split. Without a chosen split, all files if they name at most one."""
     split = choice.split or choice.part
-    found = [name for name in names if words(name) & SPLITS.get(split, {split.lower()})]
+    found = [name for name in names if words(name) & SPLITS.get(split, set()) or words(split) <= words(name)]
     if found or choice.split:
         return found
     named = sorted(known for known, marks in SPLITS.items() if any(words(name) & marks for name in names))

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from megatron_rft.data.images import Pictures, filled
-from megatron_rft.data.rendering import as_text, described, with_calls
+from megatron_rft.data.rendering import NOW, as_text, described, with_calls
 from megatron_rft.environments.base import Message, text_of
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError, DataError, first_line
@@ -145,7 +145,7 @@ class Template:
     def _rendered(self, conversation: list[dict[str, Any]], generate: bool = False, **more: Any) -> str:
         apply = self.tokenizer.apply_chat_template
         try:
-            return apply(conversation, tokenize=False, add_generation_prompt=generate, **self.variables, **more)
+            return apply(conversation, tokenize=False, add_generation_prompt=generate, **NOW, **self.variables, **more)
         except Exception as error:  # a template is a program: it refuses roles by an exception
             roles = ", ".join(each["role"] for each in conversation)
             raise DataError(f"{TEMPLATE} fails on a conversation of {roles} ({first_line(error)})") from None

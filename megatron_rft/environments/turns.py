@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rft.data.fields import besides_text
 from megatron_rft.environments.base import Message, content_of, text_of
 from megatron_rft.responses import Response
 
@@ -103,25 +104,13 @@ def plain(message: dict[str, Any]) -> Message:
     kept: dict[str, Any] = {"role": role, "content": content_of(message.get("content"))}
     if not all(part.get("image", "data:").startswith("data:") for part in kept["content"] if isinstance(part, dict)):
         raise ValueError("an image of a request is a data URL: data:image/png;base64,...")
-    kept |= {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if message.get(key)}
-    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
-    if calls:  # clients add fields of their own, such as `parsed_arguments` and `index`
-        called = [(id, {"name": of["name"], "arguments": _arguments(of.get("arguments"))}) for id, of in calls]
-        kept["tool_calls"] = [{"type": "function", "id": id, "function": function} for id, function in called]
-    return kept
+    return kept | besides_text(message)
 
 
 def named(messages: list[Message]) -> list[Message]:
     """Messages whose results of tools have the name of what was called: some templates show it."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     return [{"name": names[id]} | each if (id := each.get("tool_call_id", "")) in names else each for each in messages]
-
-
-def _arguments(given: Any) -> Any:
-    try:
-        return json.loads(given or "{}") if isinstance(given, str) else given
-    except ValueError:
-        return given
 
 
 def keys(messages: list[Message], tools: Any) -> list[str]:

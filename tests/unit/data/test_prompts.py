@@ -171,14 +171,59 @@ def test_an_adapters_history_comes_before_the_question(tokenizer):
 
 
 def test_a_turn_of_tool_calls_may_have_null_content(tokenizer):
-    called = [TALKED[1], {"role": "assistant", "content": None, "tool_calls": [{}]}, TALKED[1]]
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     talking = arithmetic.tokenizer()
-    talking.chat_template = TEMPLATE
-    (prompt,) = prompt_set([{"question": called, "answer": "7"}], talking, PromptFormat(), "rows").prompts
-    assert prompt.text == "user: Hi|assistant: |user: Hi|bot:"
+    talking.chat_template = CALLING
+    row = {"question": [TALKED[1], calling, TALKED[1]], "answer": "7"}
+    (prompt,) = prompt_set([row], talking, PromptFormat(), "rows").prompts
+    assert prompt.text == "user: Hi|assistant: f({})|user: Hi|bot:"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("calls", 'f({"a": 1})'),
+        ("none", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
+    ],
+)
+def test_calls_of_earlier_turns_are_shown(template, shown):
+    """Parquet leaves out a content that is null, and most rows have the arguments as JSON text."""
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}, "index": 0}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2", "tool_call_id": "1"}]
+    talking = arithmetic.tokenizer()
+    talking.chat_template = {"calls": CALLING, "none": TEMPLATE}[template]
+    row = {"question": [TALKED[1], *said, TALKED[1]], "answer": "7"}
+    (prompt,) = prompt_set([row], talking, PromptFormat(), "rows").prompts
+    assert prompt.text == f"user: Hi|assistant: {shown}|tool: 2|user: Hi|bot:"
+    for wrong in ([{}], ["f"], '[{"name": "f"}]'):
+        said[0]["tool_calls"] = wrong
+        with pytest.raises(DataError, match="rows: row 1: tool_calls are a list of"):
+            prompt_set([row | {"question": [TALKED[1], *said, TALKED[1]]}], talking, PromptFormat(), "rows")
+
+
+def test_a_thought_that_the_chat_template_opens():
+    """Unless its end is a control token: then a response's text does not show where it ends."""
+    talking, row = arithmetic.tokenizer(), {"question": "3+4", "answer": "7"}
+    talking.chat_template = TEMPLATE + "<think>\n"
+    opened = [prompt_set([row], talking, PromptFormat(chat=chat), "rows").prompts[0].opened for chat in (True, False)]
+    assert opened == [True, False]
+    talking = arithmetic.tokenizer()
+    talking.add_tokens(["</think>"], special_tokens=True)
+    talking.chat_template = TEMPLATE + "<think>\n"
+    assert not prompt_set([row], talking, PromptFormat(chat=True), "rows").prompts[0].opened
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day():
+    talking = arithmetic.tokenizer()
+    talking.chat_template = "{{ strftime_now('%d %b %Y') }}|" + TEMPLATE
+    (prompt,) = prompt_set([{"question": "3", "answer": "3"}], talking, PromptFormat(chat=True), "rows").prompts
+    assert prompt.text == "01 Jan 2026|user: 3|bot:"
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}|{% endfor %}bot:"
+CALLING = TEMPLATE.replace(
+    "}}|", "}}{% for c in m['tool_calls'] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}|"
+)
 
 
 def test_a_list_of_messages_is_rendered_by_the_chat_template(tokenizer):
@@ -244,10 +289,10 @@ def test_a_template_reads_no_attributes(tokenizer, template):
 
 
 def test_responses_to_learn_are_text(tokenizer):
-    rows = [*ROWS, {"question": "1+2", "answer": None}]
+    rows = [*ROWS, {"question": "1+2", "answer": None}, {"question": "1+3", "answer": ""}]  # "": of a CSV file
     found, dropped = demonstrations(rows, tokenizer, PromptFormat(), "rows", max_response_tokens=99)
-    assert len(found) == 2 and dropped == {"empty answer": 1}
-    with pytest.raises(DataError, match="'answer' is null or missing in every row"):
+    assert len(found) == 2 and dropped == {"empty answer": 2}
+    with pytest.raises(DataError, match="'answer' is empty or missing in every row"):
         demonstrations(rows[2:], tokenizer, PromptFormat(answered=False), "rows", max_response_tokens=99)
     with pytest.raises(DataError, match="row 1: the field 'answer' is a list, not text"):
         demonstrations([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows", max_response_tokens=99)

@@ -12,6 +12,7 @@ SUBJECTS = ["algebra/train-0.parquet", "algebra/test-0.parquet", "geometry/train
     [
         (SHARDS[::-1], Choice("train"), SHARDS[:2]),
         (SHARDS, Choice("train", split="test"), SHARDS[2:]),
+        (["train_sft.jsonl", "train_gen.jsonl"], Choice("train", split="train_sft"), ["train_sft.jsonl"]),
         (SUBJECTS, Choice("test"), [SUBJECTS[1], SUBJECTS[3]]),  # every subset
         (SUBJECTS, Choice("test", subset="geometry"), SUBJECTS[3:]),
         (["val.jsonl", "train.jsonl"], Choice("validation"), ["val.jsonl"]),
