@@ -6,6 +6,7 @@ The first run, on one process, writes what the others are compared with.
 """
 
 import json
+import math
 import sys
 
 import torch
@@ -87,6 +88,7 @@ class Case:
         (mini,) = update.steps()
         second = self.second(update, mini, recorded)
         metrics = self.actor.backward(mini, update.loss, update.counts(mini), update.outputs, second)
+        metrics = {name: -1.0 if math.isnan(value) else value for name, value in metrics.items()}  # RFT has none wrong
         with self.actor.use_weights([p.main_grad.clone() for m in self.actor.models for p in m.parameters()]):
             return {name: value.clone().cpu() for name, value in self.actor.stream()}, metrics
 

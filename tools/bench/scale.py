@@ -78,8 +78,9 @@ def look(folder: Path, nodes: int) -> None:
 
 
 def index(ranks: int) -> list:
-    one = {"set": "actor.own", "key": "decoder.layers.mlp.weight", "offset": [3, 0, 0], "shape": [1, 512, 64]}
-    return [("file", i, one | {"start": i, "stop": i + 1}) for i in range(ranks * PIECES)]
+    pieces = ranks * PIECES
+    one = {"set": "actor.own", "key": "decoder.layers.mlp.weight", "offset": [3, 0, 0], "shape": [1, pieces, 1]}
+    return [("file", i, one | {"start": i, "stop": i + 1}) for i in range(pieces)]
 
 
 def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tuple[float, float]]:

@@ -55,9 +55,9 @@ def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def _truncate(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """[L, V] log-probs -> [L, k] renormalised ones of the most probable tokens in order, and their ids. Of the top_k those
-    at least min_p times as probable as the first are taken, and of these a token is kept if the more probable ones have
-    less mass than top_p: vLLM's order."""
+    """[L, V] log-probs -> [L, k] renormalised ones of the most probable tokens in order, and their ids. Of the top_k,
+    those at least min_p times as probable as the first are taken, and of these a token is kept if the more probable
+    ones have less mass than top_p: vLLM's order."""
     ordered, ids = logprobs.topk(min(sampling.top_k or logprobs.shape[-1], logprobs.shape[-1]), dim=-1)
     probs = ordered.exp()
     ordered = ordered.masked_fill(probs < sampling.min_p * probs[:, :1], float("-inf")).log_softmax(-1)

@@ -107,12 +107,13 @@ def test_the_groups_of_a_process_share_a_device():
     """The thread of each device wakes up every 10 ms. A layout creates twenty groups."""
     parallel.shutdown()
     gc.unfreeze(), gc.collect()  # a run of an earlier test in this process has frozen its groups
+    others = devices()  # of groups that the traceback of a failed test holds
     for _ in range(2):
         parallel.initialize(Megatron())
-        assert wait_until(lambda: devices() == 1, seconds=60)  # a thread names itself
+        assert wait_until(lambda: devices() == others + 1, seconds=60)  # a thread names itself
         parallel.destroy_layout()
     parallel.shutdown()
-    assert wait_until(lambda: not devices(), seconds=60)
+    assert wait_until(lambda: devices() == others, seconds=60)
 
 
 def devices() -> int:

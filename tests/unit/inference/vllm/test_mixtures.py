@@ -10,6 +10,7 @@ import torch
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.vllm.arguments import save_config
 from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.device import cpu_words
 from tests.families import FAMILIES
 from tests.unit.inference.tiny import build_model, hf_stream
 
@@ -31,6 +32,8 @@ def test_a_sync_to_a_bf16_engine_with_fp32_biases_and_latent_attention_is_compar
 
     config = copy.deepcopy(FAMILIES[family])
     vars(config).update(hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
+    if hasattr(config, "kv_lora_rank") and "amx_tile" in cpu_words():
+        pytest.skip("vLLM 0.32 packs latent attention's matrices for AMX once, and takes no other weights then")
     with closing(VLLMEngine(config, torch.bfloat16, max_batch_sequences=4)) as engine:
         weight_sync.send(hf_stream(build_model(config)), engine, version=1, verify=True)
         assert torch.float32 in {tensor.dtype for tensor in engine._model().parameters()}
